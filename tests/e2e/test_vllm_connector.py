@@ -78,3 +78,37 @@ def test_C_14_what_it_cannot_have_is_refused_by_name(theirs, make_llm: Make, mon
     monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer.kv_connector.v1.base", None)
     with pytest.raises(ConfigError, match="octavo-vllm"):
         make_llm(kv_transfer_config=CONFIG)
+
+
+METHODS = ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta")
+
+
+@pytest.mark.parametrize(
+    "method", [*METHODS, "request_finished", "reset_cache", "shutdown", "start_load_kv", "get_finished"]
+)
+def test_what_its_methods_raise_stays_with_it(method: str, theirs, make_llm: Make, monkeypatch, caplog):
+    def fails(*_: object, **__: object) -> Any:
+        raise RuntimeError(f"no {method}")
+
+    expected = bits(make_llm(max_model_len=512).generate(PROMPTS, PARAMS))
+    llm = make_llm(max_model_len=512, kv_transfer_config=CONFIG)
+    assert bits(llm.generate(PROMPTS, PARAMS)) == expected
+    settle(llm)
+    monkeypatch.setattr(theirs.MemoryConnector, method, fails, raising=False)
+    llm.reset_prefix_cache()
+    llm.reset_prefix_cache(reset_connector=True) if method == "reset_cache" else None
+    assert bits(llm.generate(PROMPTS, PARAMS)) == expected
+    settle(llm)
+    llm.close()
+    assert f"RuntimeError: no {method} at test_vllm_connector.py" in caplog.text
+
+
+def test_one_that_cannot_be_made_is_refused_by_name(theirs, make_llm: Make, monkeypatch):
+    def fails(*_: object, **__: object) -> Any:
+        raise RuntimeError("no server")
+
+    for method in ("__init__", "register_kv_caches"):
+        with monkeypatch.context() as patched:
+            patched.setattr(theirs.MemoryConnector, method, fails)
+            with pytest.raises(ConfigError, match=r"MemoryConnector'.*: cannot be made: RuntimeError: no server at"):
+                make_llm(max_model_len=512, kv_transfer_config=CONFIG)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pickle
+import socket
 import threading
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from octavo.kv_connector.keys import make_key
-from octavo.kv_connector.shared_storage import folder_secret
+from octavo.kv_connector.keys import Pair, make_key
+from octavo.kv_connector.orders import Report
+from octavo.kv_connector.shared_storage import FoundFiles, folder_secret
 from octavo.kv_connector.worker.block_files import BlockFiles
 
 SIZE = 4096
@@ -201,3 +203,56 @@ def test_O_7_what_an_engine_that_was_killed_had_half_written_goes(tmp_path):
     files = BlockFiles(tmp_path, SIZE)
     assert not old.exists() and new.exists(), "another engine may be writing it now"
     assert read(files, 0) is not None
+
+
+def full_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "something").touch()
+
+
+def listener(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made, pytest.MonkeyPatch.context() as patched:
+        patched.chdir(path.parent)  # a socket's path may not be long
+        made.bind(path.name)
+
+
+def loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, listener, loop])
+def test_E_3_what_is_no_file_is_removed_and_not_opened(make, tmp_path):
+    files, index = BlockFiles(tmp_path, SIZE), FoundFiles(str(tmp_path))
+    files.path(key(0)).parent.mkdir(parents=True)
+    make(files.path(key(0)))
+    assert key(0) not in index and read(files, 0) is None and not os.path.lexists(files.path(key(0)))
+    make(files.path(key(0)))
+    files.write(key(0), block(0))
+    assert key(0) in index and (read(files, 0) == block(0)).all()
+
+
+def test_E_3_what_cannot_be_removed_is_in_nobodys_way(tmp_path, caplog):
+    files = BlockFiles(tmp_path, SIZE)
+    for number in range(5):
+        files.path(key(number)).parent.mkdir(parents=True, exist_ok=True)
+        full_folder(files.path(key(number)))
+    for number in [*range(5), 0]:
+        assert read(files, number) is None
+        files.write(key(number), block(number))
+    assert not list(tmp_path.rglob(".*")) and files.stored_bytes == 0
+    assert len(caplog.records) == 1 and "cannot be removed" in caplog.text
+    (files.path(key(0)) / "something").unlink()
+    files.write(key(0), block(0))
+    assert (read(files, 0) == block(0)).all()
+
+
+def test_E_3_a_file_that_brought_nothing_and_stays_is_asked_for_no_more_until_it_is_written_again(tmp_path):
+    files, index = BlockFiles(tmp_path, SIZE), FoundFiles(str(tmp_path))
+    for number in range(2):
+        files.write(key(number), block(number))
+    index.ordered(1, [Pair(5, key(0)), Pair(6, key(1))], is_load=True)
+    index.ended(1, Report(number=1, missed=[5]))
+    assert key(0) not in index and key(1) in index
+    index.ordered(2, [Pair(5, key(0))], is_load=False)
+    index.ended(2, Report(number=2))
+    assert key(0) in index

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.lookups import LookedUp
 from octavo.kv_connector.orders import Order
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
@@ -131,8 +132,10 @@ def test_what_is_not_asked_in_time_is_not_asked_any_more():
 
 def test_a_block_that_was_changed_is_no_block(caplog):
     block, row, out = np.arange(16, dtype=np.uint8), np.zeros(32, np.uint8), np.zeros(16, np.uint8)
+    troubles = Troubles("there")
     seal(b"key", block, row)
-    assert unseal(b"key", row, out) and (out == block).all()
-    assert not unseal(b"another", row, out)
+    assert unseal(b"key", row, out, troubles) and (out == block).all()
+    assert not unseal(b"another", row, out, troubles)
     row[20] ^= 1
-    assert not unseal(b"key", row, out) and "something else for" in caplog.text
+    assert not unseal(b"key", row, out, troubles) and troubles.num == 2
+    assert "there: the store gave something else for" in caplog.text and len(caplog.records) == 1

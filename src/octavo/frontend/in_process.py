@@ -99,6 +99,7 @@ class InProcessClient:
             kv_load_seconds=moved.load_seconds,
             num_kv_evicted_blocks=moved.num_evicted_blocks,
             kv_stored_bytes=moved.stored_bytes,
+            num_kv_errors=moved.num_errors,
         )
 
 

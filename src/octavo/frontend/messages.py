@@ -138,6 +138,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_save_seconds: float = 0.0
     kv_load_seconds: float = 0.0
     num_kv_evicted_blocks: int = 0
+    num_kv_errors: int = 0
     kv_stored_bytes: int = 0
 
 
@@ -173,6 +174,7 @@ COUNTERS = (
     "num_kv_saved_blocks",
     "num_kv_loaded_blocks",
     "num_kv_evicted_blocks",
+    "num_kv_errors",
     "kv_saved_bytes",
     "kv_loaded_bytes",
     "kv_save_seconds",

@@ -65,6 +65,7 @@ class ConnectorStats:
     load_seconds: float = 0.0
     num_evicted_blocks: int = 0
     stored_bytes: int = 0  # now, as far as it is known
+    num_errors: int = 0  # of a store, a disk or a connector's own code; a transfer that failed is one
 
 
 NO_STATS = ConnectorStats()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +20,10 @@ from octavo.config.kv_transfer import EXTRA, Extra, KVTransferConfig, refuse
 from octavo.config.settings import ConfigError
 from octavo.kv_connector import Connector
 from octavo.kv_connector.eviction import EVICTION, Eviction
-from octavo.kv_connector.keys import Pair, file_path
+from octavo.kv_connector.guard import Troubles
+from octavo.kv_connector.keys import Pair
 from octavo.kv_connector.orders import EngineSide, Order, Report
-from octavo.kv_connector.shared_storage import check_room, folder_secret
+from octavo.kv_connector.shared_storage import FoundFiles, check_room, folder_secret, write_secret
 from octavo.kv_connector.stored import Index, StoredConnector
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Host:
 
     def __init__(self, transfer: KVTransferConfig) -> None:
         """See Kind."""
-        self._options = _read(transfer)
+        self._options, self._transfer = _read(transfer), transfer
         self.shares_names = bool(self._options.storage_path)
         self._secret = b""
         if self._options.storage_path:
@@ -111,9 +111,16 @@ class Host:
         from octavo.kv_connector.worker.host_memory import HostHandler
         from octavo.kv_connector.worker.mover import Mover
 
-        options, files = self._options, None
+        options, files, troubles = self._options, None, Troubles(self._transfer.kv_connector)
         if options.storage_path:
-            files = BlockFiles(options.storage_path, cache.block_bytes, max_bytes=options.storage_bytes, label=identity)
+            files = BlockFiles(
+                options.storage_path,
+                cache.block_bytes,
+                max_bytes=options.storage_bytes,
+                label=identity,
+                troubles=troubles,
+                furnish=lambda: write_secret(Path(options.storage_path), self._secret),
+            )
         if options.num_bytes > cache.free_bytes:
             raise _refuse_bytes(options.num_bytes, f"the host has {cache.free_bytes} bytes left", "lower it")
         num_slots = self._num_slots(cache.block_bytes)
@@ -123,7 +130,7 @@ class Host:
             text = " ".join(str(error).split())[:120]
             limit = f"the host has no memory for {num_slots} blocks: {text}"
             raise _refuse_bytes(options.num_bytes, limit, "lower it") from None
-        return Mover(handler, cache.block_bytes)
+        return Mover(handler, cache.block_bytes, timeout=self._transfer.timeout, troubles=troubles)
 
     def _num_slots(self, block_bytes: int) -> int:
         count = self._options.num_bytes // block_bytes
@@ -142,6 +149,7 @@ class _Slots(Index):
 
     def __init__(self, num_slots: int, block_bytes: int, options: HostOptions) -> None:
         self._block_bytes, self._folder = block_bytes, options.storage_path
+        self._files = FoundFiles(options.storage_path)
         self._threshold = options.store_threshold
         self._make_eviction: Callable[[], Eviction] = functools.partial(EVICTION[options.eviction_policy], num_slots)
         self._eviction: Eviction = self._make_eviction()
@@ -166,7 +174,7 @@ class _Slots(Index):
         return key in self._slots or self._has_file(key)
 
     def _has_file(self, key: bytes) -> bool:
-        return bool(self._folder) and os.path.exists(file_path(self._folder, key))
+        return bool(self._folder) and key in self._files
 
     def order_load(self, number: int, pairs: Sequence[Pair]) -> tuple[Order | None, list[int]]:
         there: list[Pair] = []
@@ -183,6 +191,7 @@ class _Slots(Index):
             self._eviction.use(key)
         self._uses.update(kept)
         self._loads[number] = kept
+        self._files.ordered(number, [pair for pair in there if pair.key not in self._slots], is_load=True)
         return Order(
             number=number,
             is_load=True,
@@ -205,6 +214,7 @@ class _Slots(Index):
         if not taken:
             return None
         self._saves[number] = [(pair.key, slot) for pair, slot in taken]
+        self._files.ordered(number, [Pair(slot, key) for slot, key in spills], is_load=False)
         return Order(
             number=number,
             is_load=False,
@@ -238,6 +248,7 @@ class _Slots(Index):
         return slot
 
     def ended(self, number: int, report: Report | None) -> None:
+        self._files.ended(number, report)
         for key in self._loads.pop(number, ()):
             self._uses[key] -= 1
             if not self._uses[key]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from octavo.config.kv_transfer import EXTRA, Extra, KVTransferConfig, refuse
 from octavo.config.settings import ConfigError
 from octavo.kv_connector import Connector
+from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.lookups import LookedUp
 from octavo.kv_connector.orders import EngineSide
 from octavo.kv_connector.stored import StoredConnector
@@ -66,11 +67,12 @@ class LMCache:
             from octavo.kv_connector.worker.lmcache_store import LMCacheStore, WrongSetting
         except ImportError as error:
             raise self._lacks(self._transfer, " ".join(str(error).split())[:160]) from None
+        timeout, troubles = self._transfer.timeout, Troubles(self._transfer.kv_connector)
         try:
-            store = LMCacheStore(cache, identity, self._own, self._transfer.timeout)
+            store = LMCacheStore(cache, identity, self._own, timeout, troubles)
         except WrongSetting as error:
             change = "change it in --kv-transfer-config, or in LMCACHE_CONFIG_FILE"
             if error.name in self._own:
                 raise refuse(f"{EXTRA}.{_PREFIX}{error.name}", error.value, error.limit, change) from None
             raise ConfigError(error.name, error.value, error.limit, change) from None
-        return RemoteMover(cache, store, 1, self._lookup)
+        return RemoteMover(cache, store, 1, self._lookup, timeout=timeout, troubles=troubles)

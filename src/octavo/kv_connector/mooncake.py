@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config.kv_transfer import EXTRA, Extra, KVTransferConfig, refuse
 from octavo.config.settings import ConfigError
 from octavo.kv_connector import Connector
+from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.lookups import LookedUp
 from octavo.kv_connector.orders import EngineSide
 from octavo.kv_connector.p2p import P2P
@@ -119,12 +120,13 @@ class MooncakeStore:
             buffer_bytes=self._buffer_bytes,
             timeout=self._transfer.timeout,
         )
+        timeout, troubles = self._transfer.timeout, Troubles(self._transfer.kv_connector)
         try:
-            store = mooncake_store.MooncakeStore(cache, options, 2 * self._num_threads)
+            store = mooncake_store.MooncakeStore(cache, options, 2 * self._num_threads, troubles)
         except RuntimeError as error:
             change = "start mooncake_master there, or change it"
             raise refuse(f"{EXTRA}.master_server_address", self._master, str(error), change) from None
-        return RemoteMover(cache, store, self._num_threads, self._lookup)
+        return RemoteMover(cache, store, self._num_threads, self._lookup, timeout=timeout, troubles=troubles)
 
 
 def _settings_file() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config.kv_transfer import EXTRA, Extra, KVTransferConfig, read_kv_transfer, refuse
 from octavo.kv_connector import LATER, Connector, ConnectorStats, Later, SilentConnector, Transfer, TransferResults
 from octavo.kv_connector.orders import EngineSide
-from octavo.kv_connector.table import Kind, make_kind, moves_states
+from octavo.kv_connector.table import Kind, make_kind, moves_states, scheduler_half, secret_of, worker_half
 from octavo.request.request import Request
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ class Multi:
         self._transfers: list[KVTransferConfig] = []
         for place, given in enumerate(extra.mappings("connectors")):
             label = f"{EXTRA}.connectors[{place}]."
-            child = read_kv_transfer({"engine_id": transfer.engine_id, **given}, label)
+            common = {"engine_id": transfer.engine_id, "kv_transfer_timeout": transfer.timeout}
+            child = read_kv_transfer({**common, **given}, label)
             if child.kv_connector == transfer.kv_connector:
                 raise refuse(f"{label}kv_connector", child.kv_connector, "connectors of a multi are no multi")
             for key in ("kv_load_failure_policy", "kv_transfer_timeout"):
@@ -56,13 +57,13 @@ class Multi:
 
     def secret(self) -> bytes:
         """See Kind."""
-        return next(filter(None, (kind.secret() for kind in self._kinds)), b"")
+        return next(filter(None, map(secret_of, self._kinds, self._transfers)), b"")
 
     def scheduler_half(self, engine: EngineSide) -> Connector:
         """See Kind."""
         children = [
-            kind.scheduler_half(
-                dataclasses.replace(engine, transfer=transfer, ask=functools.partial(engine.ask, "of", place))
+            scheduler_half(
+                kind, dataclasses.replace(engine, transfer=transfer, ask=functools.partial(engine.ask, "of", place))
             )
             for place, (kind, transfer) in enumerate(zip(self._kinds, self._transfers, strict=True))
         ]
@@ -72,7 +73,9 @@ class Multi:
         """See Kind."""
         from octavo.kv_connector.worker.several import SeveralWorkers
 
-        return SeveralWorkers([kind.worker_half(cache, identity) for kind in self._kinds])
+        return SeveralWorkers(
+            [worker_half(*child, cache, identity) for child in zip(self._kinds, self._transfers, strict=True)]
+        )
 
 
 def _tells(kind: Kind) -> bool:

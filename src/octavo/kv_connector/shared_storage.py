@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.config.kv_transfer import EXTRA, Extra, KVTransferConfig, refuse
 from octavo.kv_connector import Connector
+from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.keys import MAX_HEADER_BYTES, Pair, file_path
-from octavo.kv_connector.orders import EngineSide, Order
+from octavo.kv_connector.orders import EngineSide, Order, Report
 from octavo.kv_connector.stored import Index, StoredConnector
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 _SECRET_FILE = "octavo.key"
 _SECRET_BYTES = 32
+_MAX_USELESS = 1 << 16  # keys that are remembered
 
 
 class SharedStorage:
@@ -36,7 +39,7 @@ class SharedStorage:
 
     def __init__(self, transfer: KVTransferConfig) -> None:
         """See Kind."""
-        extra = Extra(transfer.extra)
+        extra, self._transfer = Extra(transfer.extra), transfer
         extra.check_keys(("shared_storage_path", "max_bytes", "num_threads", "prompt_only"))
         path = extra.text("shared_storage_path", "")
         if not path:
@@ -67,25 +70,75 @@ class SharedStorage:
         from octavo.kv_connector.worker.file_store import FileHandler
         from octavo.kv_connector.worker.mover import Mover
 
-        files = BlockFiles(self._folder, cache.block_bytes, max_bytes=self._max_bytes, label=identity)
-        return Mover(FileHandler(cache, files), cache.block_bytes, self._num_threads)
+        transfer, troubles = self._transfer, Troubles(self._transfer.kv_connector)
+        files = BlockFiles(
+            self._folder,
+            cache.block_bytes,
+            max_bytes=self._max_bytes,
+            label=identity,
+            troubles=troubles,
+            furnish=lambda: write_secret(self._folder, self._secret),
+        )
+        handler, count = FileHandler(cache, files), self._num_threads
+        return Mover(handler, cache.block_bytes, count, timeout=transfer.timeout, troubles=troubles)
+
+
+class FoundFiles:
+    """Which keys have a file in a folder that can be used, as far as it is known without a look into it."""
+
+    def __init__(self, folder: str) -> None:
+        """Nothing is known to be of no use."""
+        self._folder = folder
+        self._useless: set[bytes] = set()  # keys whose files brought nothing, and are there
+        self._under_way: dict[int, tuple[bool, list[Pair]]] = {}  # order -> whether it is a load, what it moves
+
+    def __contains__(self, key: object) -> bool:
+        """Whether there is one. Another engine may add and remove files at any time."""
+        assert isinstance(key, bytes), "files are named by keys"
+        return key not in self._useless and self._is_file(key)
+
+    def _is_file(self, key: bytes) -> bool:
+        try:
+            return stat.S_ISREG(os.stat(file_path(self._folder, key)).st_mode)
+        except OSError:
+            return False
+
+    def ordered(self, number: int, pairs: Sequence[Pair], *, is_load: bool) -> None:
+        """An order that reads or writes these files begins."""
+        self._under_way[number] = is_load, list(pairs)
+
+    def ended(self, number: int, report: Report | None) -> None:
+        """See Index. A file that brought nothing and is still there could not be removed: it is asked no more."""
+        is_load, pairs = self._under_way.pop(number, (False, []))
+        if report is None:
+            return
+        if not is_load and not report.failed:
+            self._useless.difference_update(pair.key for pair in pairs)
+        missed = set(report.missed) if is_load else set()
+        for pair in pairs:
+            if pair.block in missed and len(self._useless) < _MAX_USELESS and self._is_file(pair.key):
+                self._useless.add(pair.key)
 
 
 class _Files(Index):
-    """What has a file. Another engine may add and remove files at any time."""
+    """What has a file."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = str(folder)
+        self._files = FoundFiles(str(folder))
 
     def __contains__(self, key: object) -> bool:
-        assert isinstance(key, bytes), "files are named by keys"
-        return os.path.exists(file_path(self._folder, key))
+        return key in self._files
+
+    def ended(self, number: int, report: Report | None) -> None:
+        self._files.ended(number, report)
 
     def order_load(self, number: int, pairs: Sequence[Pair]) -> tuple[Order | None, list[int]]:
+        self._files.ordered(number, pairs, is_load=True)
         blocks, keys = [pair.block for pair in pairs], [pair.key for pair in pairs]
         return Order(number=number, is_load=True, blocks=blocks, keys=keys), []
 
     def order_save(self, number: int, pairs: Sequence[Pair]) -> Order:
+        self._files.ordered(number, pairs, is_load=False)
         blocks, keys = [pair.block for pair in pairs], [pair.key for pair in pairs]
         return Order(number=number, is_load=False, blocks=blocks, keys=keys)
 
@@ -101,14 +154,21 @@ def folder_secret(folder: Path) -> bytes:
     """The key of a folder's names, made by whoever comes first. Raises OSError."""
     path = folder / _SECRET_FILE
     if not path.exists():
-        temporary = folder / f".{_SECRET_FILE}.{secrets.token_hex(8)}"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(_SECRET_BYTES))
-        with contextlib.suppress(FileExistsError):
-            os.link(temporary, path)  # whole, or somebody else's
-        temporary.unlink()
+        write_secret(folder, secrets.token_bytes(_SECRET_BYTES))
+    if not path.is_file():
+        raise OSError(0, f"{_SECRET_FILE} in it is no file")
     found = path.read_bytes()
     if len(found) != _SECRET_BYTES:
         raise OSError(0, f"{_SECRET_FILE} in it has {len(found)} bytes, not {_SECRET_BYTES}")
     return found
+
+
+def write_secret(folder: Path, secret: bytes) -> None:
+    """Give a folder the key of its names, unless it has one. Raises OSError."""
+    temporary = folder / f".{_SECRET_FILE}.{secrets.token_hex(8)}"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secret)
+    with contextlib.suppress(FileExistsError):
+        os.link(temporary, folder / _SECRET_FILE)  # whole, or somebody else's
+    temporary.unlink()

@@ -7,12 +7,12 @@ what `get` gives for a key is used only if it is, bit for bit, what was `put` un
 from __future__ import annotations
 
 import abc
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from octavo.config.kv_transfer import KVTransferConfig
+from octavo.config.kv_transfer import KVTransferConfig, refuse
 from octavo.kv_connector import Connector
+from octavo.kv_connector.guard import RAISED, Troubles, describe
 from octavo.kv_connector.keys import Pair
 from octavo.kv_connector.orders import EngineSide, Order
 from octavo.kv_connector.stored import Index, StoredConnector
@@ -23,11 +23,9 @@ if TYPE_CHECKING:
     from octavo.kv_connector.worker import WorkerConnector
     from octavo.kv_connector.worker.cache_bytes import CacheBytes
 
-_LOG = logging.getLogger(__name__)
-
 
 class StoreKind(abc.ABC):
-    """See Kind. A subclass says where bytes are kept; what it raises fails the transfer, by policy, and no other."""
+    """See Kind. A subclass says where bytes are kept; what it raises costs that block or transfer alone."""
 
     shares_names = True
     moves_states = True
@@ -39,15 +37,21 @@ class StoreKind(abc.ABC):
 
     @abc.abstractmethod
     def has(self, key: str) -> bool:
-        """Whether `get` will give something. Called by the thread that schedules: it must not take long."""
+        """Whether `get` will give something. Called by the thread that schedules: it must not take long.
+
+        What it raises is taken for a miss.
+        """
 
     @abc.abstractmethod
     def get(self, key: str) -> bytes | None:
-        """What was put under a key; None: nothing any more. Called by a thread of its own."""
+        """What was put under a key; None: nothing any more. Called by a thread of its own.
+
+        What it raises fails the load, by kv_load_failure_policy.
+        """
 
     @abc.abstractmethod
     def put(self, key: str, data: bytes) -> None:
-        """Keep bytes under a key. Called by a thread of its own."""
+        """Keep bytes under a key. Called by a thread of its own. What it raises ends the save."""
 
     def secret(self) -> bytes:
         """See Kind: what names are keyed with where prefix_cache_secret_file gives nothing; the same for all users."""
@@ -55,23 +59,40 @@ class StoreKind(abc.ABC):
 
     def scheduler_half(self, engine: EngineSide) -> Connector:
         """See Kind."""
-        return StoredConnector(engine, _StoreIndex(self))
+        return StoredConnector(engine, _StoreIndex(self, Troubles(self.transfer.kv_connector)))
 
     def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
         """See Kind."""
         from octavo.kv_connector.worker.file_store import FileHandler
         from octavo.kv_connector.worker.mover import Mover
 
-        return Mover(FileHandler(cache, _CheckedStore(self)), cache.block_bytes, self.num_threads)
+        transfer, count = self.transfer, self.num_threads
+        if not isinstance(count, int) or count < 1:
+            raise refuse("kv_connector", transfer.kv_connector, f"has num_threads {count!r}, and must have one or more")
+        troubles = Troubles(transfer.kv_connector)
+        handler = FileHandler(cache, _CheckedStore(self, troubles))
+        return Mover(handler, cache.block_bytes, count, timeout=transfer.timeout, troubles=troubles)
 
 
 class _StoreIndex(Index):
-    def __init__(self, store: StoreKind) -> None:
-        self._store = store
+    def __init__(self, store: StoreKind, troubles: Troubles) -> None:
+        self._store, self._troubles = store, troubles
+
+    @property
+    def num_errors(self) -> int:
+        return self._troubles.num
+
+    def close(self) -> None:
+        self._troubles.close()
 
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, bytes), "blocks are looked for by key"
-        return self._store.has(key.hex())
+        try:
+            return bool(self._store.has(key.hex()))
+        except RAISED as error:
+            text = f"{self._troubles.name}.has is taken for a miss: {describe(error)}"
+            self._troubles.tell(f"{type(error).__name__} {error}", text)
+            return False
 
     def order_load(self, number: int, pairs: Sequence[Pair]) -> tuple[Order | None, list[int]]:
         blocks, keys = [pair.block for pair in pairs], [pair.key for pair in pairs]
@@ -88,8 +109,8 @@ class _CheckedStore:
     num_evicted = 0
     stored_bytes = 0
 
-    def __init__(self, store: StoreKind) -> None:
-        self._store = store
+    def __init__(self, store: StoreKind, troubles: Troubles) -> None:
+        self._store, self._troubles = store, troubles
 
     def write(self, key: bytes, block: np.ndarray) -> None:
         self._store.put(key.hex(), _checksum(key, block.data) + block.tobytes())
@@ -100,7 +121,8 @@ class _CheckedStore:
             return False
         content = memoryview(data)[16:]
         if len(content) != block.nbytes or _checksum(key, content) != data[:16]:
-            _LOG.warning("the store gave something else for %s than was put: its tokens are computed", key.hex())
+            text = f"it gave something else for {key.hex()} than was put: its tokens are computed"
+            self._troubles.tell("something else", text)
             return False
         block.data.cast("B")[:] = content
         return True

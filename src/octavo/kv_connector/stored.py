@@ -55,6 +55,14 @@ class Index(abc.ABC):
         return 0
 
     @property
+    def num_errors(self) -> int:
+        """Questions that ended in an error since the start."""
+        return 0
+
+    def close(self) -> None:  # noqa: B027 (what tells nothing has nothing to do)
+        """The engine ends."""
+
+    @property
     def stored_bytes(self) -> int:
         """Bytes that are kept now, as far as the scheduler's half knows; 0: the worker's half tells."""
         return 0
@@ -226,7 +234,10 @@ class StoredConnector(SilentConnector):
     def close(self) -> None:
         """See Connector."""
         self._orders.close()
+        self.index.close()
 
     def stats(self) -> ConnectorStats:
         """See Connector."""
-        return self._orders.stats(num_evicted_blocks=self.index.num_evicted, stored_bytes=self.index.stored_bytes)
+        index = self.index
+        own = {"num_evicted_blocks": index.num_evicted, "stored_bytes": index.stored_bytes}
+        return self._orders.stats(**own, num_errors=index.num_errors)

@@ -7,6 +7,7 @@ before it is asked for. Invariant: a name that cannot be used is refused with th
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -15,6 +16,7 @@ from octavo.cache.policies import lost_prefixes
 from octavo.config.kv_transfer import KVTransferConfig, refuse
 from octavo.config.settings import did_you_mean
 from octavo.kv_connector import NO_CONNECTOR, Connector
+from octavo.kv_connector.guard import RAISED, Guarded, describe, made
 from octavo.kv_connector.orders import EngineSide
 
 if TYPE_CHECKING:
@@ -113,15 +115,45 @@ def make_kind(transfer: KVTransferConfig) -> Kind:
     except (ImportError, AttributeError, ValueError) as error:
         text = " ".join(str(error).split())[:200]
         raise refuse("kv_connector", f"{module}:{attribute}", f"does not load: {text}") from None
+    except RAISED as error:
+        raise refuse("kv_connector", f"{module}:{attribute}", f"does not load: {describe(error)}") from error
     if hasattr(found, "get_num_new_matched_tokens"):
         from octavo.kv_connector.vllm.adapter import VLLMConnector
 
         return VLLMConnector(transfer, found)
+    if unwritten := sorted(getattr(found, "__abstractmethods__", ())) if inspect.isclass(found) else []:
+        limit = f"lacks {', '.join(unwritten)}"
+        raise refuse("kv_connector", f"{module}:{attribute}", limit, "write them (see docs/connectors.md)")
     lacking = [part for part in _PARTS if not hasattr(found, part)]
     if lacking:
         limit = f"is no connector: it has no {', '.join(lacking)} (see docs/connectors.md)"
         raise refuse("kv_connector", f"{module}:{attribute}", limit)
-    return cast(Kind, found(transfer))
+    return cast(Kind, made(name, lambda: found(transfer)))
+
+
+def secret_of(kind: Kind, transfer: KVTransferConfig) -> bytes:
+    """See Kind. Raises ConfigError."""
+    return made(transfer.kv_connector, kind.secret)
+
+
+def scheduler_half(kind: Kind, engine: EngineSide) -> Connector:
+    """See Kind. What one out of tree raises later stays with it. Raises ConfigError."""
+    name = engine.transfer.kv_connector
+    if not _is_out_of_tree(kind):
+        return kind.scheduler_half(engine)
+    return made(name, lambda: Guarded(kind.scheduler_half(engine), name))
+
+
+def worker_half(kind: Kind, transfer: KVTransferConfig, cache: CacheBytes, identity: str) -> WorkerConnector:
+    """See Kind. Raises ConfigError."""
+    if not _is_out_of_tree(kind):
+        return kind.worker_half(cache, identity)
+    return made(transfer.kv_connector, lambda: kind.worker_half(cache, identity))
+
+
+def _is_out_of_tree(kind: Kind) -> bool:
+    """Whether code that is not Octavo's runs in it: whatever that raises may not end the engine."""
+    return not type(kind).__module__.startswith("octavo.") or bool(getattr(kind, "is_out_of_tree", False))
 
 
 def moves_states(kind: Kind) -> bool:

@@ -23,7 +23,7 @@ from octavo.config.speculative import cheap_tokens
 from octavo.engine import EngineCore
 from octavo.kv_connector import Connector
 from octavo.kv_connector.orders import EngineSide
-from octavo.kv_connector.table import Kind, check_groups, make_kind
+from octavo.kv_connector.table import Kind, check_groups, make_kind, scheduler_half, secret_of
 from octavo.observe import Phases
 from octavo.request.fields import FieldSpec
 from octavo.sched.identity import LOCAL, CacheIdentity
@@ -73,7 +73,7 @@ def build_core(
     Raises ValueError, in one line.
     """
     kind = make_kind(transfer := read_kv_transfer(config.kv_transfer_config))
-    secret = read_secret(config) or kind.secret()
+    secret = read_secret(config) or secret_of(kind, transfer)
     worker = Worker(speculator)
     executor: Executor = InlineExecutor(worker)
     opens = any(executor.call("begin", config))
@@ -176,7 +176,8 @@ def _connect(
     """Both halves of the connector. Raises ConfigError."""
     digest = "" if identity is LOCAL else hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
     executor.call("connect", transfer, digest, facts)
-    return kind.scheduler_half(
+    return scheduler_half(
+        kind,
         EngineSide(
             transfer=transfer,
             groups=plan.groups,
@@ -184,7 +185,7 @@ def _connect(
             num_blocks=plan.num_blocks,
             identity=digest,
             ask=functools.partial(executor.beside, "transfer"),
-        )
+        ),
     )
 
 

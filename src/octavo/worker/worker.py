@@ -31,7 +31,7 @@ from octavo.config.engine_config import EngineConfig, Resolved
 from octavo.config.kv_transfer import KVTransferConfig
 from octavo.device.sleep import CACHE, WEIGHTS, make_memory
 from octavo.kv_connector.peers.description import describe
-from octavo.kv_connector.table import make_kind
+from octavo.kv_connector.table import make_kind, worker_half
 from octavo.kv_connector.worker import NO_WORKER_CONNECTOR, WorkerConnector
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.observe import Count
@@ -151,7 +151,7 @@ class Worker:
         description = describe(plan.groups, plan.tables, plan.layout, block_bytes=size, itemsize=itemsize, facts=facts)
         views, free_bytes = runner.cache_views, probe.memory_bytes()[0]
         cache = CacheBytes(runner.cache_blocks, free_bytes, views, description=description, moves=moves)
-        self._connector = make_kind(transfer).worker_half(cache, identity)
+        self._connector = worker_half(make_kind(transfer), transfer, cache, identity)
 
     def transfer(self, name: str, *args: Any) -> Any:
         """What the connector's half here has under `name`, see WorkerConnector; beside the steps, from one thread."""

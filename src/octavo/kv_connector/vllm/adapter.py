@@ -30,6 +30,7 @@ class VLLMConnector:
 
     shares_names = False
     answers = True
+    is_out_of_tree = True  # what it calls
 
     def __init__(self, transfer: KVTransferConfig, found: type[Any]) -> None:
         """`found`: the subclass."""

@@ -3,42 +3,58 @@
 Owns the form of a file (safetensors, with a checksum), its way into the folder and out of it, and which files give way.
 Several engines may share a folder. Knows keys and bytes, and no cache. Invariant: what `read` gives under a key is what
 `write` was given under it, whole, or nothing: a file appears under its name when it is complete, and one that is
-truncated, changed or another's is told, removed and counts as none.
+truncated, changed, another's or no file at all is told, removed if it can be, and counts as none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
-import logging
 import os
 import secrets
+import stat
 import struct
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
+from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.keys import MAX_HEADER_BYTES, SUFFIX, file_path
 
-_LOG = logging.getLogger(__name__)
 _FORMAT = "octavo block 1"
 _LENGTH = struct.Struct("<Q")
 _KEPT_SHARE = 0.9  # of the limit: what is left when files had to give way
+_MAX_TAKEN = 1 << 16
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO)  # no engine wrote it, or another user's
 _MAX_WRITE_SECONDS = 3600.0  # after which who writes a file is taken for dead
 
 
 class BlockFiles:
     """A folder of blocks of one size. Any thread may call."""
 
-    def __init__(self, folder: str | Path, block_bytes: int, *, max_bytes: int = 0, label: str = "") -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        block_bytes: int,
+        *,
+        max_bytes: int = 0,
+        label: str = "",
+        troubles: Troubles | None = None,
+        furnish: Callable[[], object] = lambda: None,
+    ) -> None:
         """max_bytes: of all files; 0: no limit. label: what the cache follows from; it stands in each file.
 
-        Raises OSError where the folder cannot be made.
+        troubles: of the connector. furnish: puts into the folder what it had beside blocks, when it had to be made
+        again. Raises OSError where the folder cannot be made.
         """
         self._folder, self._block_bytes = Path(folder), block_bytes
+        self._troubles, self._furnish = troubles or Troubles(str(folder)), furnish
+        self._taken: set[bytes] = set()  # keys under whose names there is what is no file and cannot be removed
         self._max_bytes, self._label = max_bytes, label
         self._lock = threading.Lock()
         self._num_evicted = 0
@@ -68,6 +84,8 @@ class BlockFiles:
         Raises OSError.
         """
         assert block.nbytes == self._block_bytes, "a folder holds blocks of one size"
+        if key in self._taken and not self._free(key):
+            return
         header = self._header(key, block)
         size = len(header) + block.nbytes
         with self._lock:
@@ -79,7 +97,12 @@ class BlockFiles:
             self._writing += size
         written = 0
         try:
-            self._put(self.path(key), header, block)
+            try:
+                self._put(self.path(key), header, block)
+            except IsADirectoryError:
+                if not self._free(key):
+                    return
+                self._put(self.path(key), header, block)
             written = size
         finally:
             with self._lock:
@@ -87,7 +110,7 @@ class BlockFiles:
                 self._new += written
 
     def _put(self, path: Path, header: bytes, block: np.ndarray) -> None:
-        path.parent.mkdir(exist_ok=True)
+        self._make_folder(path.parent)
         temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -99,6 +122,31 @@ class BlockFiles:
                 temporary.unlink()
             raise
 
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder of blocks, and the folder of all if it is gone."""
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            with self._lock:
+                self._found = self._new = 0
+            folder.mkdir(parents=True, exist_ok=True)
+            self._furnish()
+            self._troubles.tell("gone", f"{self._folder} was gone and is made again")
+
+    def _free(self, key: bytes) -> bool:
+        """Whether nothing is in the way of a key's file any more."""
+        path = self.path(key)
+        try:
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        except OSError as error:
+            if len(self._taken) < _MAX_TAKEN:
+                self._taken.add(key)
+            text = f"{path} cannot be removed ({error.strerror}): its tokens are computed each time"
+            self._troubles.tell("in the way", text)
+            return False
+        self._taken.discard(key)
+        return True
+
     def read(self, key: bytes, block: np.ndarray) -> bool:
         """Fill uint8 [block_bytes] with what is kept. False: there is nothing, or nothing that can be used.
 
@@ -106,19 +154,34 @@ class BlockFiles:
         """
         path = self.path(key)
         try:
-            with open(path, "rb", buffering=0) as file:
-                wrong = self._fill(file.fileno(), key, block)
-        except FileNotFoundError:
+            wrong = self._read(path, key, block)
+        except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError as error:
+            if error.errno not in _NOT_OURS:
+                raise
+            wrong = f"it cannot be opened ({error.strerror})"
         if wrong:
-            _LOG.warning("%s is no block of this cache: %s; it is removed and its tokens are computed", path, wrong)
-            with contextlib.suppress(OSError):
-                path.unlink()
+            text = f"{path} is no block of this cache: {wrong}; it is removed and its tokens are computed"
+            if self._free(key):
+                self._troubles.tell("damaged", text)
             return False
         if self._max_bytes:
             with contextlib.suppress(OSError):
                 os.utime(path)  # the least recently used go first
         return True
+
+    def _read(self, path: Path, key: bytes, block: np.ndarray) -> str:
+        """Why what has the name cannot be used; empty: it can. What is no file is not opened: it may never answer."""
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return "it is no file"
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may have changed just now
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return "it is no file"
+            return self._fill(descriptor, key, block)
+        finally:
+            os.close(descriptor)
 
     def _header(self, key: bytes, block: np.ndarray) -> bytes:
         checksum = xxhash.xxh3_128_hexdigest(block.data)

@@ -21,6 +21,7 @@ from lmcache.v1.config_base import validate_and_set_config_value
 from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.metadata import LMCacheMetadata
 
+from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.remote_store import CHECKSUM_BYTES, seal, unseal
 
@@ -44,9 +45,11 @@ class LMCacheStore:
     stored_bytes = 0  # LMCache knows
     num_evicted = 0
 
-    def __init__(self, cache: CacheBytes, identity: str, settings: Mapping[str, Any], timeout: float) -> None:
+    def __init__(
+        self, cache: CacheBytes, identity: str, settings: Mapping[str, Any], timeout: float, troubles: Troubles
+    ) -> None:
         """settings: of LMCache, before those of its file and environment. timeout: seconds. Raises WrongSetting."""
-        config = _config(settings, cache.free_bytes)
+        config, self._troubles = _config(settings, cache.free_bytes), troubles
         row_bytes = -(-(CHECKSUM_BYTES + cache.block_bytes) // _CHUNK) * _CHUNK
         self._row = np.zeros(row_bytes, np.uint8)
         self._timeout, self._lock = timeout, threading.Lock()
@@ -78,7 +81,7 @@ class LMCacheStore:
         """See Blocks. What LMCache cannot give any more, for whatever reason, is not there."""
         with self._lock:
             found = self._engine.retrieve(_tokens(key))
-            return bool(found.all()) and unseal(key, self._row, block)
+            return bool(found.all()) and unseal(key, self._row, block, self._troubles)
 
     def close(self) -> None:
         """See RemoteStore. What does not end in time is left behind."""

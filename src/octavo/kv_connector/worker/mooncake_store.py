@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.remote_store import CHECKSUM_BYTES, seal, unseal
 
@@ -44,8 +45,9 @@ class MooncakeStore:
 
     stored_bytes = 0  # the master knows
 
-    def __init__(self, cache: CacheBytes, options: StoreOptions, num_rows: int) -> None:
+    def __init__(self, cache: CacheBytes, options: StoreOptions, num_rows: int, troubles: Troubles) -> None:
         """num_rows: blocks that move at a time. Raises RuntimeError where the store cannot be reached."""
+        self._troubles = troubles
         self.num_evicted = 0  # blocks for which there was no space
         self._row_bytes = CHECKSUM_BYTES + cache.block_bytes
         self._memory = cache.host_memory(num_rows, self._row_bytes)
@@ -84,7 +86,7 @@ class MooncakeStore:
         row = self._rows.get()
         try:
             code = self._client.get_into(_name(key), row.ctypes.data, self._row_bytes)
-            if code == self._row_bytes and unseal(key, row, block):
+            if code == self._row_bytes and unseal(key, row, block, self._troubles):
                 return True
         finally:
             self._rows.put(row)

@@ -14,7 +14,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from octavo.config.kv_transfer import DEFAULT_TIMEOUT
 from octavo.kv_connector import ConnectorStats
+from octavo.kv_connector.guard import Troubles, describe
 from octavo.kv_connector.orders import Order, Report
 
 _LOG = logging.getLogger(__name__)
@@ -86,9 +88,22 @@ class Handler(Protocol):
 class Mover:
     """See WorkerConnector. Loads and saves have threads of their own, so that neither waits for the other."""
 
-    def __init__(self, handler: Handler, block_bytes: int, num_threads: int = 1) -> None:
-        """num_threads: of each direction."""
-        self._handler, self._block_bytes = handler, block_bytes
+    def __init__(
+        self,
+        handler: Handler,
+        block_bytes: int,
+        num_threads: int = 1,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        troubles: Troubles | None = None,
+    ) -> None:
+        """num_threads: of each direction. timeout: seconds that `close` waits for an order. troubles: of the connector.
+
+        What the handler raises is told there.
+        """
+        self._handler, self._block_bytes, self._timeout = handler, block_bytes, timeout
+        self.troubles = troubles or Troubles(type(handler).__name__)
+        self._since: dict[str, float] = {}  # thread that works off an order -> since when
         self._queues: dict[bool, queue.SimpleQueue[Job | None]] = {way: queue.SimpleQueue() for way in (False, True)}
         self._jobs: dict[int, Job] = {}
         self._ended: list[Report] = []
@@ -96,9 +111,9 @@ class Mover:
         self._changed = threading.Event()
         self._blocks, self._seconds = {True: 0, False: 0}, {True: 0.0, False: 0.0}
         self._threads = [
-            threading.Thread(target=self._work, args=(way,), name=f"octavo-kv-{'load' if way else 'save'}", daemon=True)
+            threading.Thread(target=self._work, args=(way, name), name=name, daemon=True)
             for way in (False, True)
-            for _ in range(num_threads)
+            for name in [f"octavo-kv-{'load' if way else 'save'}-{place}" for place in range(num_threads)]
         ]
         for thread in self._threads:
             thread.start()
@@ -148,30 +163,59 @@ class Mover:
                 load_seconds=self._seconds[True],
                 num_evicted_blocks=self._handler.num_evicted,
                 stored_bytes=self._handler.stored_bytes,
+                num_errors=self.troubles.num,
             )
 
     def close(self) -> None:
-        """See WorkerConnector. What has begun is ended."""
+        """See WorkerConnector. What has begun is ended, but for what takes longer than a transfer may."""
         for line in self._queues.values():
             for _ in range(len(self._threads) // len(self._queues)):
                 line.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._handler.close()
+        until = time.monotonic() + self._timeout
+        hanging = [thread for thread in self._threads if not self._ends(thread, until)]
+        if hanging:
+            for job in list(self._jobs.values()):
+                job.cancel()
+            _LOG.warning(
+                "kv_connector %s: %s did not end within %g s (kv_transfer_timeout) and will not be waited for",
+                self.troubles.name,
+                ", ".join(thread.name for thread in hanging),
+                self._timeout,
+            )
+        else:
+            try:
+                self._handler.close()
+            except Exception as error:  # of a library: the rest is to be closed
+                self.troubles.tell("close", f"its end failed: {describe(error)}")
+        self.troubles.close()
 
-    def _work(self, is_load: bool) -> None:
+    def _ends(self, thread: threading.Thread, until: float) -> bool:
+        """Wait for a thread until it has ended, or the order that it has is late."""
+        while thread.is_alive():
+            since = self._since.get(thread.name)
+            left = min(until, until if since is None else since + self._timeout) - time.monotonic()
+            if left <= 0 and since == self._since.get(thread.name):
+                return False
+            thread.join(max(left, 0))
+        return True
+
+    def _work(self, is_load: bool, name: str) -> None:
         while (job := self._queues[is_load].get()) is not None:
             order = job.order
+            self._since[name] = time.monotonic()
             try:
                 with job.touching():  # one that was cancelled while it waited for a thread keeps none
                     pass
                 report = self._handler.handle(job)
             except Cancelled:
                 continue
-            except Exception as error:  # of a disk, a peer or a library: this order's alone
+            except BaseException as error:  # of a disk, a peer or a library, which may exit: this order's alone
                 way = "load" if is_load else "save"
-                _LOG.warning("a %s of %d blocks failed: %s: %s", way, len(order.blocks), type(error).__name__, error)
+                text = f"a {way} of {len(order.blocks)} blocks failed: {describe(error)}"
+                self.troubles.tell(f"{way} {type(error).__name__} {error}", text)
                 report = Report(number=order.number, failed=order.blocks)
+            finally:
+                del self._since[name]
             if not job.finish():
                 continue
             with self._lock:

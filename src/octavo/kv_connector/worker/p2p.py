@@ -23,6 +23,7 @@ import msgspec
 
 from octavo.config.kv_transfer import KVTransferConfig, refuse
 from octavo.kv_connector import ConnectorStats
+from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.orders import Order, Report
 from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescription, differences
 from octavo.kv_connector.peers.offers import Wanted
@@ -57,7 +58,11 @@ class P2PWorker:
         """Listens, where blocks go out. Raises ConfigError for an address that cannot be had."""
         self._cache, self._timeout, self._way = cache, transfer.timeout, way
         self._engine_id = transfer.engine_id
-        self._mover = Mover(Fetches(cache, transfer.timeout, way), cache.block_bytes, num_threads)
+        fetches, troubles = (
+            Fetches(cache, transfer.timeout, way),
+            Troubles(transfer.kv_connector, period=0),
+        )  # each is one request's
+        self._mover = Mover(fetches, cache.block_bytes, num_threads, timeout=transfer.timeout, troubles=troubles)
         self._offers: dict[str, _Offer] = {}
         self._numbers: dict[int, str] = {}  # order -> its transfer id
         self._ended: list[Report] = []

@@ -6,7 +6,6 @@ key is used only if it is, bit for bit, what was kept under that key; nothing th
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
@@ -16,11 +15,12 @@ from typing import Protocol
 import numpy as np
 import xxhash
 
+from octavo.config.kv_transfer import DEFAULT_TIMEOUT
+from octavo.kv_connector.guard import Troubles, describe
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.file_store import Blocks, FileHandler
 from octavo.kv_connector.worker.mover import Mover
 
-_LOG = logging.getLogger(__name__)
 CHECKSUM_BYTES = 16
 
 
@@ -37,9 +37,19 @@ class RemoteStore(Blocks, Protocol):
 class RemoteMover(Mover):
     """See WorkerConnector. Besides it answers which blocks the store has."""
 
-    def __init__(self, cache: CacheBytes, store: RemoteStore, num_threads: int, limit: float) -> None:
-        """limit: seconds for which an answer is wanted."""
-        super().__init__(FileHandler(cache, store), cache.block_bytes, num_threads)
+    def __init__(
+        self,
+        cache: CacheBytes,
+        store: RemoteStore,
+        num_threads: int,
+        limit: float,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        troubles: Troubles | None = None,
+    ) -> None:
+        """limit: seconds for which an answer is wanted. The others: see Mover."""
+        handler = FileHandler(cache, store)
+        super().__init__(handler, cache.block_bytes, num_threads, timeout=timeout, troubles=troubles)
         self._store, self._limit = store, limit
         self._questions = queue.SimpleQueue[tuple[str, Sequence[bytes], float] | None]()
         self._answers: list[tuple[str, Sequence[bool]]] = []
@@ -65,8 +75,10 @@ class RemoteMover(Mover):
             try:
                 if time.monotonic() < until:
                     found = self._store.find(keys)
-            except Exception as error:  # of a library or a network: nothing is there
-                _LOG.warning("the store cannot be asked: %s: %s", type(error).__name__, error)
+            except BaseException as error:  # of a library or a network: nothing is there
+                self.troubles.tell(
+                    f"ask {type(error).__name__} {error}", f"the store cannot be asked: {describe(error)}"
+                )
             with self._lock:
                 self._answers.append((name, found))
                 self._changed.set()
@@ -76,7 +88,9 @@ class RemoteMover(Mover):
         self._questions.put(None)
         super().close()
         self._asking.join(self._limit)
-        self._store.close()
+        closing = threading.Thread(target=self._store.close, daemon=True)  # it may wait for a call that hangs
+        closing.start()
+        closing.join(self._timeout)
 
 
 def seal(key: bytes, block: np.ndarray, row: np.ndarray) -> None:
@@ -85,12 +99,13 @@ def seal(key: bytes, block: np.ndarray, row: np.ndarray) -> None:
     row[CHECKSUM_BYTES : CHECKSUM_BYTES + block.nbytes] = block
 
 
-def unseal(key: bytes, row: np.ndarray, block: np.ndarray) -> bool:
+def unseal(key: bytes, row: np.ndarray, block: np.ndarray, troubles: Troubles) -> bool:
     """Fill a block with what a row holds, and say whether it is what was sealed under the key."""
     block[:] = row[CHECKSUM_BYTES : CHECKSUM_BYTES + block.nbytes]  # first: a row may be written late
     if _checksum(key, block) == row[:CHECKSUM_BYTES].tobytes():
         return True
-    _LOG.warning("the store gave something else for %s than was put: its tokens are computed", key.hex())
+    text = f"the store gave something else for {key.hex()} than was put: its tokens are computed"
+    troubles.tell("something else", text)
     return False
 
 

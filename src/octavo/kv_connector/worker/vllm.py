@@ -13,6 +13,7 @@ import torch
 from octavo.cache.groups import CacheGroup
 from octavo.config.kv_transfer import KVTransferConfig, refuse
 from octavo.kv_connector import ConnectorStats
+from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.orders import Order, Report
 from octavo.kv_connector.vllm.turn import Turn
 from octavo.kv_connector.vllm.views import layer_name
@@ -43,7 +44,9 @@ class VLLMWorker:
         connector = self._make(groups, num_blocks)
         named = {layer_name(layer): view for layer, view in caches.items()}
         connector.register_kv_caches(named)
-        self._mover = Mover(_Steps(connector, named, self._transfer.timeout), self._cache.block_bytes)
+        timeout, troubles = self._transfer.timeout, Troubles(self._transfer.kv_connector)
+        steps = _Steps(connector, named, timeout)
+        self._mover = Mover(steps, self._cache.block_bytes, timeout=timeout, troubles=troubles)
 
     def begin(self, order: Order) -> None:
         """See WorkerConnector."""
