@@ -6,8 +6,10 @@ Three tiny random checkpoints of each. A prompt in one piece, in pieces and toke
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import torch
 from hybrid_configs import HYBRIDS
 from hybrid_rig import HybridRig
 from loading import load_model
-from model_rig import Case
+from model_rig import Case, make_reference
 from octavo.attention.cpu import CpuBackend
 from octavo.checkpoint.config_reader.checkpoint import read_arch
 from octavo.checkpoint.config_reader.families import FAMILIES
@@ -43,6 +45,20 @@ def test_H_6_logits_equal_transformers(tiny_case: Callable[[str], Case], family:
     whole = HybridRig(case.model).run(PROMPT[:150], [150])
     assert _error(case, whole) <= TOLERANCE
     assert torch.equal(HybridRig(case.model).run(PROMPT[:150], [1, 62, 1, 7, 64, *[1] * 15]), whole)
+
+
+def test_a_multiplier_of_null_is_the_scale_of_plain_attention(tmp_path: Path) -> None:
+    """As transformers' default attention takes it; its `eager` cannot."""
+    reference = make_reference("granite4-dense")
+    reference.config.attention_multiplier = None
+    reference.set_attn_implementation("sdpa")
+    for layer in reference.model.layers:
+        if layer.self_attn is not None:
+            layer.self_attn.scaling = None
+    reference.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["attention_multiplier"] is None
+    case = Case(tmp_path, reference, load_model(read_arch(tmp_path), tmp_path, torch.float32))
+    assert _error(case, HybridRig(case.model).run(PROMPT[:150], [150])) <= TOLERANCE
 
 
 @pytest.mark.slow

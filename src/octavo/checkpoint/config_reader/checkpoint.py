@@ -90,6 +90,8 @@ def read_fields(fields: Fields, family: Family) -> Arch:
     """The facts of a decoder that `family` describes. Raises ValueError, one line, for what Octavo does not run."""
     fields = Fields({**family.usual, **fields.values}, fields.where)
     _refuse_extras(fields, family)
+    for name in (name for name, usual in family.usual.items() if usual is True and fields.is_null(name)):
+        fields.refuse(name, None, "true or false is needed")
     hidden_size = fields.integer("hidden_size", 1, 1 << 20)
     vocab_size = fields.integer("vocab_size", 1, 1 << 24)
     latent = _latent(fields) if family.latent else None
@@ -100,7 +102,7 @@ def read_fields(fields: Fields, family: Family) -> Arch:
     seen = read_layers(fields, family, latent.rope_size if latent else head_size)
     moe, moe_layers = read_experts(fields, family, len(seen.layers))
     activation_field = "hidden_activation" if family.gemma else "hidden_act"
-    activation = fields.get(activation_field, "gelu_pytorch_tanh" if family.gemma else "silu")
+    activation = fields.values.get(activation_field, "gelu_pytorch_tanh" if family.gemma else "silu")
     if activation not in tuple(_ACTIVATIONS):
         fields.refuse(activation_field, activation, f"known are {', '.join(_ACTIVATIONS)}")
     bias = family.bias in ("field", "field-qkv", "fields") and fields.flag("attention_bias", False)
@@ -128,7 +130,7 @@ def read_fields(fields: Fields, family: Family) -> Arch:
         mlp_bias=family.mlp_bias and fields.flag("mlp_bias", False),
         qk_norm=family.qk_norm,
         attention_scale=_attention_scale(fields, family, head_size, latent),
-        logit_soft_cap=fields.number("final_logit_softcapping", 0, 1e6, 0) if family.gemma else 0.0,
+        logit_soft_cap=fields.number("final_logit_softcapping", 0, 1e6, 0, null=0) if family.gemma else 0.0,
         embedding_scale=hidden_size**0.5 if family.gemma else 1.0,
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
         bos_token_id=bos[0] if bos else None,
@@ -194,7 +196,7 @@ def _attention_scale(fields: Fields, family: Family, head_size: int, latent: Lat
     values = Fields({**fields.mapping("rope_parameters"), **fields.mapping("rope_scaling")}, fields.where)
     if values.get("rope_type", values.get("type", "default")) == "default":
         return scale
-    every = values.number("mscale_all_dim", 0, 1e3, 0.0)
+    every = values.number("mscale_all_dim", 0, 1e3, 0.0, null=0.0)
     return scale * yarn_mscale(values.number("factor", 1e-3, 1e6), every) ** 2
 
 
@@ -208,12 +210,14 @@ def _heads(fields: Fields, family: Family, hidden_size: int, latent: Latent | No
     num_heads = fields.integer("num_attention_heads", 1, 4096)
     if latent is not None:
         return num_heads, 1, latent.latent_size + latent.rope_size
-    num_kv_heads = fields.integer("num_key_value_heads", 1, 4096, num_heads)
+    num_kv_heads = fields.integer("num_key_value_heads", 1, 4096, num_heads, null=num_heads)
     if num_heads % num_kv_heads:
         fields.refuse("num_key_value_heads", num_kv_heads, f"it must divide num_attention_heads={num_heads}")
-    if not family.head_size and fields.get("head_dim") is None and hidden_size % num_heads:
+    divided = fields.is_null("head_dim") or ("head_dim" not in fields.values and not family.head_size)
+    if divided and hidden_size % num_heads:
         fields.refuse("num_attention_heads", num_heads, f"it must divide hidden_size={hidden_size}")
-    head_size = fields.integer("head_dim", 2, 1024, family.head_size or hidden_size // num_heads)
+    shared = hidden_size // num_heads
+    head_size = fields.integer("head_dim", 2, 1024, family.head_size or shared, null=shared)
     if head_size % 2:
         fields.refuse("head_dim", head_size, "rotary embedding needs an even number")
     return num_heads, num_kv_heads, head_size

@@ -42,7 +42,7 @@ def read_head(config: Mapping[str, Any], where: str, method: str, target: Arch, 
     return DraftArch(
         method=method,
         arch=arch,
-        vocab_size=fields.integer("draft_vocab_size", 1, arch.vocab_size, arch.vocab_size),
+        vocab_size=fields.integer("draft_vocab_size", 1, arch.vocab_size, arch.vocab_size, null=arch.vocab_size),
         taps=_taps(fields, target),
         target_size=_target_size(fields, target),
         norm_before_residual=fields.flag("norm_before_residual", False),
@@ -73,7 +73,7 @@ def read_block(config: Mapping[str, Any], where: str, target: Arch, num_drafts: 
         if getattr(arch, name) != size:
             fields.refuse(name, getattr(arch, name), f"the target has {size}, whose embedding and head it takes")
     for name, usual in (("input_embedding_scale", 1.0), ("output_multiplier", 1.0), ("final_logit_softcapping", 0.0)):
-        if fields.number(name, -1e30, 1e30, usual) != usual:
+        if fields.number(name, -1e30, 1e30, usual, null=usual) != usual:
             fields.refuse(name, fields.get(name), f"only {usual:g} is implemented")
     if target.embedding_scale != 1.0:
         fields.refuse("hidden_size", arch.hidden_size, "the target scales its embedding, which a block takes as it is")
@@ -105,7 +105,7 @@ def read_block(config: Mapping[str, Any], where: str, target: Arch, num_drafts: 
 
 
 def _target_size(fields: Fields, target: Arch) -> int:
-    size = fields.integer("target_hidden_size", 1, 1 << 20, target.hidden_size)
+    size = fields.integer("target_hidden_size", 1, 1 << 20, target.hidden_size, null=target.hidden_size)
     if size != target.hidden_size:
         fields.refuse("target_hidden_size", size, f"the target has {target.hidden_size}")
     return size

@@ -52,7 +52,8 @@ def _deepseek_moe(fields: Fields, family: Family, num_layers: int) -> tuple[Moe 
 
 def _qwen_moe(fields: Fields, num_layers: int) -> tuple[Moe, frozenset[int]]:
     """(expert facts, the layers that have experts)."""
-    num_experts = fields.integer("num_experts", 1, 4096, fields.get("num_local_experts"))
+    names = [name for name in ("num_experts", "num_local_experts") if name in fields.values]
+    num_experts = fields.integer(names[0] if names else "num_experts", 1, 4096)
     moe = Moe(
         num_experts=num_experts,
         experts_per_token=fields.integer("num_experts_per_tok", 1, num_experts, 8),

@@ -47,6 +47,7 @@ _GEMMA3 = Family(
     gemma=True,
     theta=1e6,
     full_scaling=True,
+    usual={"num_key_value_heads": 4},
 )
 _GLM = Family(
     model="octavo.models.glm4:GlmForCausalLM",
@@ -84,17 +85,20 @@ _QWEN3_5_MOE = dataclasses.replace(
 _DEEPSEEK = "octavo.models.deepseek:DeepseekForCausalLM"
 FAMILIES = {
     "LlamaForCausalLM": Family(model="octavo.models.llama:LlamaForCausalLM", bias="field", mlp_bias=True),
-    "MistralForCausalLM": Family(model="octavo.models.llama:LlamaForCausalLM", sliding="all"),
+    "MistralForCausalLM": Family(
+        model="octavo.models.llama:LlamaForCausalLM", sliding="all", usual={"num_key_value_heads": 8},
+    ),
     "Qwen2ForCausalLM": Family(
-        model="octavo.models.qwen2:Qwen2ForCausalLM", bias="qkv", sliding="upper", window_flag=True
+        model="octavo.models.qwen2:Qwen2ForCausalLM", bias="qkv", sliding="upper", window_flag=True,
+        usual={"num_key_value_heads": 32},
     ),
     "Qwen3ForCausalLM": Family(
         model="octavo.models.qwen3:Qwen3ForCausalLM", bias="field", qk_norm=True, sliding="upper", window_flag=True,
-        head_size=128,
+        head_size=128, usual={"num_key_value_heads": 32},
     ),
     "Qwen3MoeForCausalLM": Family(
         model="octavo.models.qwen3_moe:Qwen3MoeForCausalLM", bias="field", qk_norm=True, sliding="all",
-        window_flag=True, moe="qwen",
+        window_flag=True, moe="qwen", usual={"num_key_value_heads": 4},
     ),
     "DeepseekV2ForCausalLM": Family(model=_DEEPSEEK, bias="field", latent=True, moe="deepseek2"),
     "DeepseekV3ForCausalLM": Family(model=_DEEPSEEK, bias="field", latent=True, moe="deepseek3"),

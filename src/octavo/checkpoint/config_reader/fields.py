@@ -59,23 +59,29 @@ class Fields:
         value = self.values.get(name)
         return default if value is None else value
 
-    def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
-        """An int in low..high."""
-        value = self.get(name, default)
+    def is_null(self, name: str) -> bool:
+        """Whether the file has the field, and null in it."""
+        return name in self.values and self.values[name] is None
+
+    def integer(self, name: str, low: int, high: int, default: int | None = None, *, null: int | None = None) -> int:
+        """An int in low..high. default: where it is absent; null: what a null of it means, else it is refused."""
+        value: Any = null if self.is_null(name) else self.get(name, default)
         if type(value) is not int or not low <= value <= high:
             self.refuse(name, value, f"an integer from {low} to {high} is needed")
-        return value
+        return int(value)
 
-    def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
-        """A finite number in low..high."""
-        value = self.get(name, default)
+    def number(
+        self, name: str, low: float, high: float, default: float | None = None, *, null: float | None = None
+    ) -> float:
+        """A finite number in low..high; default and null as `integer`'s."""
+        value: Any = null if self.is_null(name) else self.get(name, default)
         if type(value) not in (int, float) or not low <= value <= high:
             self.refuse(name, value, f"a number from {low:g} to {high:g} is needed")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """A boolean."""
-        value = self.get(name, default)
+        """A boolean. A null is false, and refused where absence means true."""
+        value = self.get(name, None if default and self.is_null(name) else default)
         if type(value) is not bool:
             self.refuse(name, value, "true or false is needed")
         return value

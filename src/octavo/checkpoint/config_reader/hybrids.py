@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from octavo.checkpoint.arch import Arch, DeltaNet, LayerKind, Mamba, Moe, Rope, Scales, ShortConv
@@ -28,6 +29,16 @@ _MIXERS = {
     "conv": "conv",
 }
 _MAMBA_MIXERS = {**_MIXERS, "linear_attention": "mamba", "mamba": "mamba", "moe": "none", "mlp": "none"}
+
+
+# What Nemotron-H calls the fields of Mamba-2.
+_NEMOTRON_NAMES = {
+    "mamba_n_heads": "mamba_num_heads",
+    "mamba_d_state": "ssm_state_size",
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+}
 
 
 def read_qwen3_next(fields: Fields, family: Family) -> Arch:
@@ -75,7 +86,9 @@ def read_lfm2(fields: Fields, family: Family) -> Arch:
         inner = unit * math.ceil(inner / unit)
     tied = fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True))
     eps = fields.number("norm_eps", 1e-12, 1.0, 1e-5)
-    arch = read_fields(_plain(fields, intermediate_size=inner, tie_word_embeddings=tied, rms_norm_eps=eps), family)
+    arch = read_fields(
+        _plain(fields, intermediate_size=inner, tie_word_embeddings=tied, rms_norm_eps=eps, hidden_act="silu"), family
+    )
     conv = ShortConv(size=fields.integer("conv_L_cache", 2, 32, 3), bias=fields.flag("conv_bias", False))
     return dataclasses.replace(arch, conv=conv, layers=_layers(arch, mixers))
 
@@ -89,7 +102,7 @@ def read_granite_hybrid(fields: Fields, family: Family) -> Arch:
         fields.refuse("position_embedding_type", fields.get("position_embedding_type"), "only rope and nope are known")
     turns = fields.get("position_embedding_type") == "rope"
     shared = fields.integer("shared_intermediate_size", 1, _MAX_SIZE, 1024)
-    arch = read_granite(_plain(fields, intermediate_size=shared), family)
+    arch = read_granite(_plain(fields, intermediate_size=shared), family, null_scale=True)
     experts, moe = fields.integer("num_local_experts", 0, 4096, 8), None
     if experts:
         moe = Moe(
@@ -114,20 +127,13 @@ def read_nemotron_h(fields: Fields, family: Family) -> Arch:
     for name in ("mlp_bias", "attention_bias", "residual_in_fp32", "tie_word_embeddings"):
         fields.only(name, False)
     eps = fields.number("layer_norm_epsilon", 1e-12, 1.0, 1e-5)
-    arch = read_fields(_plain(fields, rms_norm_eps=eps, hidden_act=None, num_hidden_layers=len(kinds)), family)
+    still = {"rope_theta": fields.get("rope_theta", 1e4), "hidden_act": "silu"}  # of no layer
+    arch = read_fields(_plain(fields, rms_norm_eps=eps, num_hidden_layers=len(kinds), **still), family)
     inner = fields.integer("mamba_num_heads", 1, 4096, 128) * fields.integer("mamba_head_dim", 1, 1024, 64)
-    names = {
-        "mamba_n_heads": "mamba_num_heads",
-        "mamba_d_head": "mamba_head_dim",
-        "mamba_d_state": "ssm_state_size",
-        "mamba_n_groups": "n_groups",
-        "mamba_d_conv": "conv_kernel",
-        "mamba_conv_bias": "use_conv_bias",
-    }
-    known = {name: fields.get(theirs) for name, theirs in names.items() if fields.get(theirs) is not None}
     limit = [fields.number("mamba_dt_min", 0, 1e3, fields.number("time_step_min", 0, 1e3, 0.001)), float("inf")]
-    values = {"mamba_d_state": 128, "mamba_n_groups": 8, **fields.values, **known, "mamba_d_ssm": inner}
-    mamba = _mamba2(Fields({**values, "time_step_limit": limit, "rms_norm_eps": eps}, fields.where), "use_bias")
+    values = {"ssm_state_size": 128, "n_groups": 8, **fields.values, "mamba_d_ssm": inner, "mamba_d_head": "auto"}
+    values |= {"mamba_expand": 2, "time_step_limit": limit, "rms_norm_eps": eps}
+    mamba = _mamba2(Fields(values, fields.where), "use_bias", _NEMOTRON_NAMES)
     moe_layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == "moe")
     return dataclasses.replace(
         arch,
@@ -184,9 +190,9 @@ def read_jamba(fields: Fields, family: Family) -> Arch:
     fields = Fields({**family.usual, **fields.values}, fields.where)
     num_layers = fields.integer("num_hidden_layers", 1, 1024)
     attends, has_experts = (_periodic(fields, name, num_layers) for name in ("attn_layer", "expert_layer"))
-    arch = read_fields(_plain(fields), family)
+    arch = read_fields(_plain(fields, rope_theta=fields.get("rope_theta", 1e4)), family)
     inner = fields.integer("mamba_expand", 1, 64, 2) * arch.hidden_size
-    rank = fields.get("mamba_dt_rank", "auto")
+    rank = fields.values.get("mamba_dt_rank", "auto")
     mamba = Mamba(
         inner_size=inner,
         state_size=fields.integer("mamba_d_state", 1, 1024, 16),
@@ -212,7 +218,9 @@ def read_jamba(fields: Fields, family: Family) -> Arch:
 
 def read_bamba(fields: Fields, family: Family) -> Arch:
     """The facts of a Bamba: Mamba-2's layers, some of which attend instead with heads that turn by half."""
-    fields = Fields({"partial_rotary_factor": 0.5, **family.usual, **fields.values}, fields.where)
+    fields = Fields({**family.usual, **fields.values}, fields.where)
+    share = fields.number("partial_rotary_factor", 1e-3, 1.0, 0.5, null=0.5)
+    fields = Fields({**fields.values, "partial_rotary_factor": share}, fields.where)
     fields.only("mlp_bias", False)
     num_layers = fields.integer("num_hidden_layers", 1, 1024)
     attending = fields.get("attn_layer_indices", [])
@@ -247,20 +255,29 @@ def _layers(arch: Arch, mixers: Sequence[str], *, still: bool = False) -> tuple[
     )
 
 
-def _mamba2(fields: Fields, bias: str) -> Mamba:
-    """The facts of Mamba-2 as most families call them; bias: the field of both projections' biases."""
-    hidden_size = fields.integer("hidden_size", 1, 1 << 20)
-    inner = fields.integer("mamba_d_ssm", 1, _MAX_SIZE, fields.integer("mamba_expand", 1, 64, 2) * hidden_size)
-    num_heads = fields.integer("mamba_n_heads", 1, 4096, 128)
-    groups = fields.integer("mamba_n_groups", 1, num_heads, 1)
-    size = fields.get("mamba_d_head", "auto")
-    if inner % num_heads or num_heads % groups or size not in ("auto", inner // num_heads):
-        fields.refuse("mamba_n_heads", num_heads, f"heads of {inner} channels in {groups} groups must be equal")
+def _mamba2(fields: Fields, bias: str, called: Mapping[str, str] = MappingProxyType({})) -> Mamba:
+    """The facts of Mamba-2 as most families call them; bias: the field of both projections' biases.
+
+    called: what this family calls fields otherwise.
+    """
+    expanded = fields.integer("mamba_expand", 1, 64, 2) * fields.integer("hidden_size", 1, 1 << 20)
+    inner = fields.integer("mamba_d_ssm", 1, _MAX_SIZE, expanded, null=expanded)
+    heads = called.get("mamba_n_heads", "mamba_n_heads")
+    num_heads = fields.integer(heads, 1, 4096, 128)
+    name = called.get("mamba_n_groups", "mamba_n_groups")
+    groups = fields.integer(name, 1, num_heads, 1)
+    if inner % num_heads:
+        fields.refuse(heads, num_heads, f"heads of {inner} channels in {groups} groups must be equal")
+    size = fields.values.get("mamba_d_head", "auto")
+    if size not in ("auto", inner // num_heads):
+        fields.refuse("mamba_d_head", size, f"{heads}={num_heads} of {inner} channels have {inner // num_heads} each")
+    if num_heads % groups:
+        fields.refuse(name, groups, f"it must divide {heads}={num_heads}")
     return Mamba(
         inner_size=inner,
-        state_size=fields.integer("mamba_d_state", 1, 1024, 256),
-        conv_size=fields.integer("mamba_d_conv", 2, 32, 4),
-        conv_bias=fields.flag("mamba_conv_bias", True),
+        state_size=fields.integer(called.get("mamba_d_state", "mamba_d_state"), 1, 1024, 256),
+        conv_size=fields.integer(called.get("mamba_d_conv", "mamba_d_conv"), 2, 32, 4),
+        conv_bias=fields.flag(called.get("mamba_conv_bias", "mamba_conv_bias"), True),
         in_bias=fields.flag(bias, False),
         out_bias=fields.flag(bias, False),
         num_heads=num_heads,
@@ -313,7 +330,7 @@ def _nemotron_moe(fields: Fields) -> Moe:
         groups_kept=fields.integer("topk_group", 1, groups, 1),
         group_score=2,
         scale=fields.number("routed_scaling_factor", 0, 1e6, 1.0),
-        latent_size=fields.integer("moe_latent_size", 0, _MAX_SIZE, 0),
+        latent_size=fields.integer("moe_latent_size", 0, _MAX_SIZE, 0, null=0),
     )
 
 

@@ -59,9 +59,12 @@ def _sliding(fields: Fields, family: Family, turning: list[bool]) -> list[bool]:
     """Per layer, whether its attention is windowed."""
     num_layers = len(turning)
     windowed = family.sliding != "none" and (not family.window_flag or fields.flag("use_sliding_window", False))
-    if "sliding_window" in fields.values and fields.values["sliding_window"] is None:
+    if fields.is_null("sliding_window"):
         windowed = False
     types = fields.get("layer_types")
+    asked = LAYER_TYPES[1] in types if isinstance(types, list) else family.sliding == "pattern"
+    if fields.is_null("sliding_window") and asked:
+        fields.refuse("sliding_window", None, "some layers have a window: say how many tokens it holds")
     if types is not None:
         known = LAYER_TYPES if windowed else LAYER_TYPES[:1]
         if not isinstance(types, list) or len(types) != num_layers or any(kind not in known for kind in types):
@@ -75,8 +78,6 @@ def _sliding(fields: Fields, family: Family, turning: list[bool]) -> list[bool]:
         first = fields.integer("max_window_layers", 0, 1 << 20, 28)
         return [layer >= first for layer in range(num_layers)]
     if family.sliding == "pattern":
-        period = fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern", 6))
-        if type(period) is not int or period < 1:
-            fields.refuse("sliding_window_pattern", period, "a positive integer is needed")
+        period = fields.integer("sliding_window_pattern", 1, 1 << 20, fields.get("_sliding_window_pattern", 6))
         return [(layer + 1) % period != 0 for layer in range(num_layers)]
     return [True] * num_layers

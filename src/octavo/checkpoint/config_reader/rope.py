@@ -38,9 +38,9 @@ def read_rope(fields: Fields, family: Family, is_sliding: bool, trained: int, ro
     }
     if kind == "default":
         return Rope(**facts)
-    original = inner.integer("original_max_position_embeddings", 1, MAX_POSITION, trained)
+    original = inner.integer("original_max_position_embeddings", 1, MAX_POSITION, trained, null=trained)
     inferred = trained / original if kind in ("yarn", "longrope") else None
-    facts["factor"] = factor = inner.number("factor", 1e-3, 1e6, inferred)
+    facts["factor"] = factor = inner.number("factor", 1e-3, 1e6, inferred, null=inferred)
     if kind == "linear":
         return Rope(**facts)
     if kind == "dynamic":  # stretched beyond what it was trained for
@@ -82,14 +82,14 @@ def _values(fields: Fields, family: Family, is_sliding: bool) -> tuple[Fields, f
     if fields.get("original_max_position_embeddings") is not None:
         values["original_max_position_embeddings"] = fields.get("original_max_position_embeddings")
     local = family.gemma and is_sliding
-    theta = fields.get("rope_local_base_freq", 1e4) if local else fields.get("rope_theta", family.theta)
-    return Fields(values, fields.where), theta
+    name, usual = ("rope_local_base_freq", 1e4) if local else ("rope_theta", family.theta)
+    return Fields(values, fields.where), fields.values.get(name, usual)
 
 
 def _rotary_size(fields: Fields, inner: Fields, family: Family, head_size: int) -> int:
     """Channels that turn; 0: all."""
-    whole = fields.number("partial_rotary_factor", 1e-3, 1.0, 1.0)
-    share = inner.number("partial_rotary_factor", 1e-3, 1.0, whole)
+    whole = fields.number("partial_rotary_factor", 1e-3, 1.0, 1.0, null=1.0)
+    share = inner.number("partial_rotary_factor", 1e-3, 1.0, whole, null=1.0)
     if share == 1.0:
         return 0
     size = int(head_size * share)
@@ -114,7 +114,7 @@ def _yarn(fields: Fields, factor: float) -> dict[str, Any]:
         "beta_fast": fast,
         "beta_slow": slow,
         "truncate": fields.flag("truncate", True),
-        "amplitude": fields.number("attention_factor", 1e-6, 1e3, amplitude),
+        "amplitude": fields.number("attention_factor", 1e-6, 1e3, amplitude, null=amplitude),
     }
 
 
@@ -124,5 +124,5 @@ def _longrope(fields: Fields, factor: float, original: int, num_pairs: int) -> d
     return {
         "short_factors": fields.numbers("short_factor", num_pairs, 1e-6, 1e6),
         "long_factors": fields.numbers("long_factor", num_pairs, 1e-6, 1e6),
-        "amplitude": fields.number("attention_factor", 1e-6, 1e3, amplitude),
+        "amplitude": fields.number("attention_factor", 1e-6, 1e3, amplitude, null=amplitude),
     }

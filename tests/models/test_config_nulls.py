@@ -1,0 +1,110 @@
+"""Every field of a config.json that a family's reader looks at, absent and null: transformers' answer, or a refusal.
+
+What transformers makes of it is what its configuration class writes out again, with all fields, read by us.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from hybrid_configs import HYBRIDS
+from model_rig import FAMILIES
+from octavo.checkpoint.arch import Arch
+from octavo.checkpoint.config_reader.checkpoint import arch_from_config
+from octavo.checkpoint.config_reader.fields import Fields
+
+NAMES = sorted({name for name, _ in [*FAMILIES.values(), *HYBRIDS.values()]})
+TEXTS = {text: f"{text}TextConfig" for text in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")}
+# Numbers of which null means something, where transformers' class keeps the null, or is strict about it of late.
+MEANINGS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "num_key_value_heads": lambda config: config["num_attention_heads"],
+    "head_dim": lambda config: config["hidden_size"] // config["num_attention_heads"],
+    "attention_multiplier": lambda config: (config["hidden_size"] // config["num_attention_heads"]) ** -0.5,
+    "partial_rotary_factor": lambda config: 1.0,
+    "original_max_position_embeddings": lambda config: config["max_position_embeddings"],
+}
+MEAN_NONE = ("q_lora_rank", "sliding_window")  # no number says what null says: tests of parity have it
+BASES: Mapping[str, Mapping[str, Any]] = {  # where transformers' defaults make no model
+    "DeepseekV2": {"num_experts_per_tok": 6, "topk_method": "greedy"},
+    "SeedOss": {"hidden_size": 5120},
+}
+UNSAID = ("bos_token_id", "eos_token_id")  # ids are those that a file names: a family has none of its own
+# a file says its sizes; transformers' defaults for them are those of some published model
+NEEDED = ("hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
+NEEDED += ("vocab_size", "num_experts", "num_local_experts", "moe_intermediate_size")
+
+
+def read(config: Mapping[str, Any]) -> Arch | str:
+    """Or the refusal."""
+    try:
+        return arch_from_config(json.loads(json.dumps(config)))
+    except ValueError as error:
+        return str(error)
+
+
+@functools.cache
+def transformers_class(name: str) -> Any:
+    import transformers
+
+    return getattr(transformers, TEXTS.get(name, f"{name}Config"))
+
+
+def written(name: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """By transformers' class, all fields; None: it refuses the file."""
+    given = {field: value for field, value in config.items() if field not in ("architectures", "model_type")}
+    try:
+        found = json.loads(transformers_class(name)(**given).to_json_string(use_diff=False))
+    except Exception:  # of several libraries
+        return None
+    return {**found, "architectures": [f"{name}ForCausalLM"]}
+
+
+def fields_read(config: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names that the reader asks for."""
+    seen: set[str] = set()
+    get = Fields.get
+
+    def note(self: Fields, name: str, default: Any = None) -> Any:
+        seen.add(name)
+        return get(self, name, default)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Fields, "get", note)
+        assert isinstance(read(config), Arch), read(config)
+    return seen - {"architectures"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_absent_and_null_mean_what_transformers_takes_them_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = written(name, BASES.get(name, {}))
+    assert base is not None
+    wrong = []
+    for field in sorted(fields_read(base, monkeypatch)):
+        rest = {own: value for own, value in base.items() if own != field}
+        absent = read(rest)
+        theirs = written(name, rest)
+        has_answer = theirs is not None and not (theirs.get(field, 0) is None and isinstance(read(theirs), str))
+        is_free = field in UNSAID or (field in NEEDED and isinstance(absent, str))
+        if theirs is not None and has_answer and not is_free and absent != read(theirs):
+            wrong.append(f"{field} absent: {str(absent)[:90]}")
+        null, theirs, usual = read({**base, field: None}), written(name, {**base, field: None}), base.get(field)
+        if isinstance(null, str):
+            if f"unsupported {field}=null" not in null and theirs is not None:
+                wrong.append(f"{field} null is refused as {null[:90]}")
+            continue
+        if theirs is not None and theirs.get(field) is not None and field not in UNSAID:
+            meant: Arch | str = read(theirs)
+        elif type(usual) is bool:
+            meant = read({**base, field: False})
+        elif type(usual) in (int, float) and field not in (*UNSAID, *MEAN_NONE):
+            meant = read({**base, field: MEANINGS[field](base)}) if field in MEANINGS else "no number"
+        else:
+            meant = null if field in (*UNSAID, *MEAN_NONE) else absent
+        if null != meant:
+            wrong.append(f"{field} null")
+    assert not wrong
