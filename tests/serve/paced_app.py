@@ -16,6 +16,7 @@ from octavo.plan import TokenLogprobs
 from octavo.request.updates import RequestUpdate
 from octavo.serve.app import create_app
 from octavo.serve.engine.async_engine import AsyncEngine
+from octavo.serve.engine.given_weights import GivenWeights
 from octavo.serve.settings import ServeConfig
 from octavo.startup.frontend import find_and_read, load_frontend
 
@@ -32,7 +33,7 @@ class PacedClient:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine
-        self.stats = EngineStats()
+        self.stats, self.weights = EngineStats(), GivenWeights()
         self.tasks: list[asyncio.Task[None]] = []
 
     @property

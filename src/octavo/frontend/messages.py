@@ -18,7 +18,7 @@ from octavo.request.sampling_params import SamplingParams
 from octavo.request.updates import RequestUpdate
 
 WITHDRAWN = "withdrawn"  # the error of a call that was withdrawn, and was not carried out
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME_BYTES = 64 << 20
 MAX_TEXT = 2000  # characters of an error that a message carries
 _LENGTH = struct.Struct("<I")
@@ -28,6 +28,8 @@ class Start(msgspec.Struct, frozen=True, tag="start", forbid_unknown_fields=True
     """Front end to engine, the first message: the fields of EngineConfig that are not at their defaults."""
 
     config: dict[str, Any]
+    num_past_updates: int = 0  # of the weights, by engines that are gone
+    lost_version: str = ""  # of weights that one of them was given, and that are to come before anything is generated
     protocol: int = PROTOCOL
 
 

@@ -179,6 +179,7 @@ class WeightUpdates:
         """No session."""
         self._core, self._gate, self._clock = core, gate, clock
         self.state, self.version, self.stats = State.READY, DEFAULT_VERSION, UpdateStats()
+        self.num_past = 0  # updates of engines that this one stands for: a number is no label of two sets of weights
         self._identity = ""  # of the weights that are being applied
         self._start, self._began, self._last, self._hold_timeout = Start(), 0.0, 0.0, hold_timeout
         self._session, self._looked = "", 0.0  # the name of the session that is open, or was; the last look at its peer
@@ -338,7 +339,8 @@ class WeightUpdates:
     def _finish(self, finish: Finish) -> dict[str, Any]:
         self._need_open("finish_weight_update", finish.session)
         on_running = finish.on_running or self._start.on_running
-        version = str(self.stats.num_updates + 1) if finish.weight_version is None else finish.weight_version
+        number = self.num_past + self.stats.num_updates + 1
+        version = str(number) if finish.weight_version is None else finish.weight_version
         _check_on_running(on_running)
         _check_version(version)
         try:
@@ -398,9 +400,8 @@ class WeightUpdates:
         if whole:
             self._core.release_weights()
         else:
-            self._core.break_weights(
-                f"an update had overwritten some weights when it failed: send all of them ({reason})"
-            )
+            why = f"an update had overwritten some weights when it failed: send all of them ({reason})"
+            self._core.break_weights(why)
 
     def _set_version(self, version: str) -> None:
         _check_version(version)

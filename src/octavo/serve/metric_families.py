@@ -173,6 +173,8 @@ FAMILIES = (
         label="outcome",
         values=("kept", "recomputed", "aborted"),
     ),
+    Family(name="weights_lost", kind="counter", prefix=OWN, help="Times that weights went away with their engine"),
+    Family(name="weights_missing", kind="gauge", prefix=OWN, help="1 while requests are refused for want of them"),
     Family(name="weight_pause_seconds", kind="counter", prefix=OWN, help="In which weights were applied"),
     Family(name="kv_load_failures", kind="counter", prefix=OWN, help="Loads of blocks that were lost on the way"),
     Family(name="kv_load_misses", kind="counter", prefix=OWN, help="Loads of blocks that were not there any more"),

@@ -29,8 +29,16 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"  # what every unknown method and unknown route is called
 _RENDER_SECONDS = 0.1  # between two renderings for HTTP, which take some ms of the event loop each
 _STATUSES = ("2xx", "3xx", "4xx", "5xx")
-_GAUGES = (*((name.partition(":")[2], source) for name, source in GAUGES), ("num_requests_open", "num_requests"))
-_COUNTERS = (*((name.partition(":")[2], source) for name, source in COUNTERS), ("engine_restarts", "num_restarts"))
+_GAUGES = (
+    *((name.partition(":")[2], source) for name, source in GAUGES),
+    ("num_requests_open", "num_requests"),
+    ("weights_missing", "weights_missing"),
+)
+_COUNTERS = (
+    *((name.partition(":")[2], source) for name, source in COUNTERS),
+    ("engine_restarts", "num_restarts"),
+    ("weights_lost", "num_weights_lost"),
+)
 
 
 class Watched(Protocol):

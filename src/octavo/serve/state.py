@@ -20,6 +20,7 @@ from octavo.config.settings import ConfigError
 from octavo.request.sampling_params import SamplingParams
 from octavo.serve.api.budget import LogprobBudget
 from octavo.serve.engine.async_engine import AsyncEngine
+from octavo.serve.engine.refusals import EngineHaltedError
 from octavo.serve.errors import ApiError, not_ready, queue_full
 from octavo.serve.http.auth import HostNames, Keys
 from octavo.serve.http.exchange import Exchange
@@ -118,6 +119,13 @@ class ServeState:
         """Raise ApiError, 503, unless the engine takes requests."""
         if self.engine.state != "ready":
             raise not_ready(self.engine.state)
+
+    def check_weights(self) -> None:
+        """Raise ApiError, 503, where weights went away with their engine: nothing is generated until others come."""
+        try:
+            self.engine.weights.check()
+        except EngineHaltedError as error:
+            raise ApiError(503, error.code, str(error)) from None
 
     async def weight_version(self) -> str:
         """Of the weights that serve."""

@@ -39,7 +39,14 @@ from octavo.request.sampling_params import (
 from octavo.request.scores import without_answer
 from octavo.request.transfer_params import join, with_own
 from octavo.serve.api.shapes import CompletionDetails, PromptDetails, Usage
-from octavo.serve.engine.refusals import EngineDeadError, EngineDrainingError, EngineHaltedError, QueueFullError
+from octavo.serve.engine.given_weights import LOST
+from octavo.serve.engine.refusals import (
+    EngineDeadError,
+    EngineDrainingError,
+    EngineHaltedError,
+    QueueFullError,
+    WeightsLostError,
+)
 from octavo.serve.engine.stream import OutputStream, SlowReaderError, pieces
 from octavo.serve.errors import ApiError, bad_request, not_ready, queue_full
 from octavo.serve.http.exchange import Exchange
@@ -379,6 +386,8 @@ def _engine_errors() -> Iterator[None]:
         yield
     except EngineDrainingError:
         raise ApiError(503, "draining", "the server shut down before the end") from None
+    except WeightsLostError as error:
+        raise ApiError(503, LOST, str(error)) from None
     except EngineDeadError as error:
         headers = [(b"retry-after", b"%d" % max(1, round(error.retry_after)))]
         raise ApiError(503, "engine_restarted", "the engine went away; try again", headers=headers) from None

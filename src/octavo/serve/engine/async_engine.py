@@ -121,7 +121,7 @@ class AsyncEngine(AsyncWeightMethods):
 
     def connect(self, client: EngineClient, tokenizer: Tokenizer | NoTokenizer) -> None:
         """Whom requests go to, and whose text their answers have."""
-        self._client = client
+        self._client, self.weights = client, client.weights
         self._begin_anew(tokenizer)
 
     def generate(
@@ -147,6 +147,7 @@ class AsyncEngine(AsyncWeightMethods):
 
         """
         self._refuse_if_down()
+        self.weights.check()
         self.control.check_new()
         num_prompt = len(prompt_token_ids)
         checked = self._frontend.check(Prompt(prompt_token_ids, prompt, cache_salt), params, priority=priority)
@@ -240,7 +241,8 @@ class AsyncEngine(AsyncWeightMethods):
     @property
     def ready(self) -> bool:
         """Whether requests are taken, and the engine was heard of within the last second."""
-        return self.state == "ready" and self.last_heartbeat_age <= READY_HEARTBEAT_SECONDS
+        is_heard = self.last_heartbeat_age <= READY_HEARTBEAT_SECONDS
+        return self.state == "ready" and is_heard and not self.weights.lost_version
 
     @property
     def last_heartbeat_age(self) -> float:
@@ -278,6 +280,7 @@ class AsyncEngine(AsyncWeightMethods):
         for place, count in enumerate(known.pop("accepted_per_position")):
             known[f"num_accepted_at_{place}"] = count
         known.pop("weights_version")
+        known |= self.weights.figures()
         known["num_requests"] = len(self._streams)
         known["num_queued"] = self._num_queued
         known["num_queued_tokens"] = self._num_unstarted_tokens
@@ -354,7 +357,7 @@ class AsyncEngine(AsyncWeightMethods):
             self._past_counters[name] += getattr(self._client.stats, name)
         streams = list(self._streams.values())
         for stream in streams:
-            stream.fail(EngineDeadError(f"the engine went away: {reason}"))
+            stream.fail(self.weights.failure(reason, final=final))
         self._begin_anew(self.tokenizer)
         for stream in streams:
             self._forget(stream, "failed")

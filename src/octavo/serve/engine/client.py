@@ -49,6 +49,7 @@ from octavo.frontend.messages import (
 )
 from octavo.request.sampling_params import ParameterError
 from octavo.request.updates import RequestUpdate
+from octavo.serve.engine.given_weights import GivenWeights
 from octavo.serve.engine.refusals import CallWithdrawnError, EngineDeadError
 
 _LOG = logging.getLogger(__name__)
@@ -130,7 +131,7 @@ class EngineClient:
         when one is ready. If it says something, the engine stays down.
         """
         self.num_restarts = 0
-        self.stats = EngineStats()
+        self.stats, self.weights = EngineStats(), GivenWeights()
         self.last_heartbeat = time.monotonic()
         self._config, self._listener = config, listener
         self._command = tuple(command or DEFAULT_COMMAND)
@@ -262,7 +263,9 @@ class EngineClient:
             self._end(life, f"no connection to the engine: {error.strerror}")
             return
         if self._life is life:
-            self._outbox[:0] = encode(Start(_given(self._config)))
+            known = self.weights
+            start = Start(_given(self._config), known.num_updates, known.lost_version)
+            self._outbox[:0] = encode(start)
             self._flush()
         elif life.transport is not None:
             life.transport.abort()
@@ -283,6 +286,7 @@ class EngineClient:
             if message.num_turns != self._num_turns or not message.busy:
                 self._num_turns, self._moved_at = message.num_turns, now
             self.stats = message.stats
+            self.weights.heard(message.stats)
         elif isinstance(message, CallDone):
             self._answer(message)
         elif isinstance(message, Ready):
@@ -351,6 +355,7 @@ class EngineClient:
         for answer in answers.values():
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(EngineDeadError(f"the engine went away: {reason}"))
+        self.weights.gone()
         self._listener.engine_down(reason, final=final, is_users=is_users)
         self.stats = EngineStats()
 

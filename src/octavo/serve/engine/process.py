@@ -57,6 +57,7 @@ from octavo.request.outputs import WEIGHTS_BROKEN, WEIGHTS_DISCARDED
 from octavo.request.sampling_params import Limits, ParameterError, check, check_request_options, check_token_ids
 from octavo.request.updates import RequestUpdate
 from octavo.rl.session import WeightsBrokenError
+from octavo.serve.engine.refusals import lost_weights
 from octavo.startup import gc_control, warm_start
 from octavo.startup.child import exit_with_parent
 
@@ -79,7 +80,7 @@ class EngineProcess:
         """`connection` leads to the front end."""
         self._connection = connection
         self._frames = FrameReader()
-        self._send_lock = threading.Lock()
+        self._send_lock, self._beat_lock = threading.Lock(), threading.Lock()
         self._wake = threading.Event()
         self._client: InProcessClient | None = None  # once it is loaded
         self._limits = Limits(vocab_size=0, max_model_len=0)
@@ -89,6 +90,7 @@ class EngineProcess:
         self._withdrawn: set[int] = set()  # calls of the two, that nobody waits for any more
         self._stopping = False
         self._is_answering = False  # a call, or what one has begun, which has a deadline of its own, and no step
+        self._told_weights = (0, "")  # updates and label, as every front end knows them that has an answer
         self._num_turns = 0
         self._num_bad_frames = 0
         self._num_unknown_aborts = 0
@@ -107,6 +109,9 @@ class EngineProcess:
         except Exception as error:
             self._send_failure(_describe(error))
             return EXIT_FAILED
+        core.weights.num_past = start.num_past_updates
+        if start.lost_version:
+            core.break_weights(lost_weights(start.lost_version))
         self._client = client = InProcessClient(core)
         self._limits = Limits(
             vocab_size=info.vocab_size,
@@ -198,7 +203,12 @@ class EngineProcess:
         answer.add_done_callback(lambda done: self._tell(call, done))  # at once, unless it waits for a trainer
 
     def _tell(self, call: Call, answer: Future[bytes]) -> None:
-        """Send what came of a call."""
+        """Send what came of a call; ahead of it, what it made of the weights: this process may end behind it."""
+        assert self._client is not None, "calls are answered once the core is there"
+        weights = self._client.core.weights
+        if self._told_weights != (now := (weights.stats.num_updates, weights.version)):
+            self._told_weights = now
+            self._send_heartbeat(self._client)
         self._answers.pop(call.call_id, None)
         self._withdrawn.discard(call.call_id)
         if answer.cancelled():
@@ -263,12 +273,13 @@ class EngineProcess:
 
     def _send_heartbeat(self, client: InProcessClient) -> None:
         own = {"num_bad_frames": self._num_bad_frames, "num_unknown_aborts": self._num_unknown_aborts}
-        is_busy = client.core.has_unfinished and not self._is_answering
-        message = Heartbeat(self._num_turns, is_busy, msgspec.structs.replace(client.stats, **own))
-        try:
-            self.send(message)
-        except OSError:
-            _exit(0)
+        with self._beat_lock:  # none comes behind one that knows more
+            is_busy = client.core.has_unfinished and not self._is_answering
+            message = Heartbeat(self._num_turns, is_busy, msgspec.structs.replace(client.stats, **own))
+            try:
+                self.send(message)
+            except OSError:
+                _exit(0)
 
     def _read(self) -> None:
         """The reader thread: it blocks in recv, and ends the process with the front end."""

@@ -15,12 +15,24 @@ class EngineDeadError(RuntimeError):
         self.retry_after = retry_after
 
 
+class WeightsLostError(EngineDeadError):
+    """The engine went away with weights that it was given: the next one has others, and serves none."""
+
+
 class EngineLoadingError(EngineDeadError):
     """The engine has not been ready yet."""
 
 
 class EngineDrainingError(EngineDeadError):
     """The server is about to stop."""
+
+
+def lost_weights(version: str) -> str:
+    """What is said where weights went away with their engine, and what helps."""
+    return (
+        f"weights {version[:64]!r} were lost when the engine that had them went away: send whole weights, "
+        "or call reload_weights (POST /collective_rpc) to serve the checkpoint's"
+    )
 
 
 class CallWithdrawnError(RuntimeError):

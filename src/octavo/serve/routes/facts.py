@@ -112,7 +112,14 @@ async def loads(state: ServeState, exchange: Exchange) -> None:
 
 
 async def health_generate(state: ServeState, exchange: Exchange) -> None:
-    """GET /health_generate: 200 if the engine's loop answers a call between two steps."""
+    """GET /health_generate: 200 if the engine's loop answers a call between two steps, and has weights to serve."""
+    state.check_ready()
+    state.check_weights()
+    await liveness(state, exchange)
+
+
+async def liveness(state: ServeState, exchange: Exchange) -> None:
+    """GET /liveness: 200 if the engine's loop answers a call between two steps, whatever it lacks."""
     state.check_ready()
     try:
         await state.engine.control.standing()

@@ -91,5 +91,5 @@ RL_ROUTES = (
     *_admin("/get_model_info", facts.model_info, "GET"),
     *_admin("/v1/loads", facts.loads, "GET"),
     *_admin("/health_generate", facts.health_generate, "GET"),
-    *_admin("/liveness", facts.health_generate, "GET"),
+    *_admin("/liveness", facts.liveness, "GET"),
 )

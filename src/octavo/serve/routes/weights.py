@@ -253,7 +253,9 @@ async def _one_call(state: ServeState, request: Mapping[str, Any], label: str | 
         with contextlib.suppress(ValueError):  # it is over, if that was what failed
             await engine.abort_weight_update(session=session)
         raise
-    await engine.finish_weight_update(label, session=session)
+    done = await engine.finish_weight_update(label, session=session)
+    if not partial and request["update_info"].get("path") == str(engine.folder):
+        engine.weights.came_from_checkpoint(done["weight_version"])
 
 
 def _refuse_pickles(given: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
