@@ -133,7 +133,11 @@ def test_rl_w5_checksums_are_the_files_and_tell_a_changed_bit(own_server: Runnin
         ("/weight_checker", {"action": "compare", "baseline": [1]}, "baseline"),
         ("/weights_checker", {"action": "reset_tensors"}, "send an update"),
         ("/weights_checker", {"action": "x" * 5000}, "must be checksum, snapshot or compare"),
-        ("/collective_rpc", {"method": "update_weights", "kwargs": {"update_info": [1, 2]}}, "Expected object"),
+        (
+            "/collective_rpc",
+            {"method": "update_weights", "kwargs": {"update_info": [1, 2]}},
+            "update_info[0]: must be object, got int",
+        ),
         ("/collective_rpc", {"method": "update_weights", "args": [7]}, "update_info"),
         (
             "/collective_rpc",
@@ -151,6 +155,7 @@ def test_rl_w5_checksums_are_the_files_and_tell_a_changed_bit(own_server: Runnin
             },
             "world_size must be at most 65536",
         ),
+        ("/init_weight_transfer_engine", {"backend": "gloo"}, "init_info.master_address must be str, and is missing"),
         ("/get_weights_by_name", {}, "name: is missing"),
         ("/get_weights_by_name", {"name": "model.nothing.weight"}, "has no weight 'model.nothing.weight'"),
         ("/get_weights_by_name", {"name": "model.norm.weight", "truncate_size": 10**9}, r"[1, 1024], got 1000000000"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from octavo.frontend.control import SOME_TAGS
 from octavo.serve.app import ROUTES
 from octavo.serve.http.auth import Access
 from octavo.serve.routes.rl import RL_ROUTES
@@ -161,6 +162,36 @@ def test_rl_s2_after_level_2_nothing_is_made_up(start_server: StartServer) -> No
 def test_a_wrong_word_is_named(mock_server: RunningServer, path: str, body: dict[str, Any], param: str) -> None:
     reply = mock_server.post(path, body)
     assert (reply.status, reply.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/sleep?level=x", None, "level: must be 0, 1 or 2, got 'x'"),
+        ("/sleep?level=7", None, "level: must be 0, 1 or 2, got 7"),
+        ("/sleep", {"level": [1]}, "level: must be 0, 1 or 2, got [1]"),
+        ("/sleep", {"mode": 3}, "mode: must be one of keep, wait, abort, got 3"),
+        (
+            "/sleep",
+            {"tags": "weights"},
+            f"tags: must be {SOME_TAGS}, got 'weights'",
+        ),
+        ("/sleep", {"tags": ["weights", 3]}, "tags[1]: must be str, got int"),
+        ("/pause", {"clear_cache": "perhaps"}, "clear_cache: must be bool, got 'perhaps'"),
+        ("/reset_prefix_cache?reset_running_requests=2", None, "reset_running_requests: must be bool, got '2'"),
+        ("/update_weights_from_disk", {}, "model_path: is missing"),
+        ("/update_weights_from_disk", {"model_path": 3}, "model_path: must be str, got 3"),
+        ("/update_weights", {"update_info": 3}, "update_info: must be object or array, got 3"),
+        ("/collective_rpc", {"method": "update_weights", "args": [3]}, "update_info: must be object or array, got 3"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_told_with_what_is_allowed(
+    mock_server: RunningServer, path: str, body: dict[str, Any] | None, words: str
+) -> None:
+    reply = mock_server.post(path, body)
+    error = reply.json()["error"]
+    assert (reply.status, error["message"]) == (400, words)
+    assert error["param"] == words.split(":")[0].split("[")[0]
 
 
 @pytest.mark.parametrize("route", [r for r in RL_ROUTES if r.method == "POST"], ids=lambda route: str(route.path))

@@ -6,7 +6,7 @@ Knows neither threads nor HTTP. Invariant: a move that the core refuses is a Wro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -26,6 +26,12 @@ __all__ = [
     "check_tags",
     "read_standing",
 ]
+
+
+# What may stand where.
+A_LEVEL = "0, 1 or 2"
+A_MODE = f"one of {', '.join(MODES)}"
+SOME_TAGS = f"a list of names among {', '.join(TAGS)}"
 
 
 class WrongStateError(RuntimeError):
@@ -52,14 +58,14 @@ def standing_after(answer: bytes) -> Standing:
 def check_mode(mode: object) -> str:
     """Of a pause. Raises ParameterError."""
     if not isinstance(mode, str) or mode not in MODES:
-        raise ParameterError("mode", f"must be one of {', '.join(MODES)}", "invalid_value")
+        raise ParameterError("mode", f"must be {A_MODE}, got {_short(mode)}", "invalid_value")
     return mode
 
 
 def check_level(level: object) -> int:
     """Of sleep. Raises ParameterError."""
     if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level <= 2:
-        raise ParameterError("level", "must be 0, 1 or 2", "invalid_value")
+        raise ParameterError("level", f"must be {A_LEVEL}, got {_short(level)}", "invalid_value")
     return level
 
 
@@ -67,9 +73,13 @@ def check_tags(tags: Sequence[str] | None) -> list[str] | None:
     """Of memory. None: all. Raises ParameterError."""
     if tags is None:
         return None
-    if isinstance(tags, str) or not all(isinstance(tag, str) for tag in tags):
-        raise ParameterError("tags", "must be a list of names", "invalid_type")
+    if isinstance(tags, str) or not isinstance(tags, Iterable) or not all(isinstance(tag, str) for tag in tags):
+        raise ParameterError("tags", f"must be {SOME_TAGS}, got {_short(tags)}", "invalid_type")
     for tag in tags:
         if tag not in TAGS:
             raise ParameterError("tags", f"unknown tag {tag[:32]!r}: known are {', '.join(TAGS)}", "invalid_value")
     return list(tags)
+
+
+def _short(value: object) -> str:
+    return repr(value)[:64]

@@ -170,7 +170,8 @@ class WeightPlan:
             )
         found, problems, seen = [], [], set()
         for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True):
-            dtype = DTYPES.get(dtype_name.removeprefix("torch."))
+            dtype_name = dtype_name.removeprefix("torch.")
+            dtype = DTYPES.get(dtype_name)
             expected = self.expected(name)
             if name in seen:
                 problems.append(f"{name}: comes twice")

@@ -48,6 +48,7 @@ class WeightReceiver:
         Beside the steps, as `update` is: it touches nothing of them.
         """
         self._waits_as, info = numbered
+        before = "" if self._transport is None or self._transport.peer_is_gone else self._transport.peer
         self.shutdown()
         inner = info.get("init_info", info)
         default = self._config.get("backend", self._group_backend if "master_address" in inner else _NO_BACKEND)
@@ -58,6 +59,7 @@ class WeightReceiver:
         except BaseException:
             transport.close()
             raise
+        transport.displaced = before
         self._transport, self._backend = transport, backend
         return {"backend": backend, "dtypes": self._plan.dtypes_by_pattern(), **facts}
 

@@ -30,7 +30,7 @@ from octavo.rl.plan import DTYPES, Incoming, pattern_of
 from octavo.rl.session import WeightConflictError, WeightTransferError, WeightUpdateError
 from octavo.rl.transport import BUFFER_BYTES, TIMEOUT, buffers
 from octavo.rl.transport.gloo import make_gloo
-from octavo.rl.transport.group import Group
+from octavo.rl.transport.group import Group, place_of
 from octavo.rl.transport.ipc import handle_of
 from octavo.rl.transport.local import Handed
 from octavo.rl.transport.nccl import make_nccl
@@ -141,6 +141,7 @@ class Sender:
         self._backend, self._timeout = backend, timeout
         self._address, self._size = address, num_workers + 1
         self._group: Group | None = None
+        self._place = ""  # of the group, by which the engine knows whose an update is
         self._has_met = backend == "local"
         self._session: str | None = None  # what the engine calls the update that is open
         self._dtypes: dict[str, torch.dtype] = {}  # what the engine rounds to, by pattern
@@ -189,6 +190,7 @@ class Sender:
         with _Beside(lambda: self._read(self._engine.init_weight_transfer_engine(request))) as beside:
             place = self._address, store.port
             self._group = Group(make, *place, 0, self._size, self._timeout, store=store, check=beside.check)
+            self._place = place_of(*place)
 
     def _read(self, met: Mapping[str, Any]) -> None:
         """What an engine says of itself. All of its workers have one model's types."""
@@ -200,7 +202,8 @@ class Sender:
         assert group is not None, "`send` has met the others"
         device = "cuda" if self._backend == "nccl" else "cpu"
         size = BUFFER_BYTES if self._backend == "nccl" else _GLOO_BYTES
-        message = {"update_info": {**told(incoming), "packed": True, "packed_buffer_size_bytes": size}}
+        form = {"packed": True, "packed_buffer_size_bytes": size, "group": self._place}
+        message = {"update_info": {**told(incoming), **form}}
         with _Beside(lambda: self._update(message)) as beside:
             group.check = beside.check  # what the engine refuses is heard while the group waits
             sent: collections.deque[Callable[[], None]] = collections.deque()

@@ -37,10 +37,12 @@ class Alone:
     overwrites = False
     waits = True
     peer_is_gone = False
+    peer = ""
 
     def __init__(self) -> None:
         """Nothing is opened."""
         self.check: Check = go_on
+        self.displaced = ""
 
     def open(self, info: Mapping[str, Any], worker: int) -> dict[str, Any]:
         """There is nobody to meet."""
@@ -56,6 +58,11 @@ class Transport(Protocol):
     overwrites: bool  # tensors go to where they belong as they come; else they are kept on the host until all are there
     waits: bool  # a receive waits for a peer or for files: it is done beside the steps
     check: Check  # asked while a meeting or a receive waits for a peer
+    displaced: str  # the peer whose place its own one took; empty: nobody's
+
+    @property
+    def peer(self) -> str:
+        """Whom it is connected to, in words; empty: nobody."""
 
     @property
     def peer_is_gone(self) -> bool:
@@ -102,11 +109,12 @@ def told(info: Mapping[str, Any], read: Read) -> list[Incoming]:
     return read(names, dtype_names, shapes)  # type: ignore[arg-type]
 
 
-def field(info: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
-    """One value of a message. Raises WeightUpdateError where it is missing or of another type."""
+def field(info: Mapping[str, Any], key: str, kind: type, default: Any = None, *, of: str = "update_info") -> Any:
+    """One value of a message. Raises WeightUpdateError where it is missing or of another type. of: its place."""
     value = info.get(key, default)
     if type(value) is not kind:
-        raise WeightUpdateError(f"{key} must be {kind.__name__}, got {str(value)[:100]!r}")
+        found = "and is missing" if value is None else f"got {repr(value)[:100]}"
+        raise WeightUpdateError(f"{of}.{key} must be {kind.__name__}, {found}")
     return value
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
+import functools
 import queue
 import socket
 import threading
@@ -21,7 +22,7 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from octavo.rl.plan import Incoming
-from octavo.rl.session import WeightTransferError, WeightUpdateError
+from octavo.rl.session import WeightConflictError, WeightTransferError, WeightUpdateError
 from octavo.rl.transport import (
     TIMEOUT,
     UNTOLD_BYTES,
@@ -183,6 +184,11 @@ class Group:
         self._group = self._store = None  # nobody else has them: this may wait, too
 
 
+def place_of(address: str, port: int) -> str:
+    """What a trainer's group is called by both ends: where its store is."""
+    return f"{address}:{port}"
+
+
 class GroupTransport:
     """See octavo.rl.transport.Transport. `init_info` has master_address, master_port, rank_offset and world_size."""
 
@@ -195,12 +201,14 @@ class GroupTransport:
         self._device, self._options = device, options
         self.check: Check = go_on
         self._group: Group | None = None
+        self._place, self._was, self._over, self.displaced = "", "", "", ""  # the last peer's, and how its group ended
         self._last: dict[str, Any] = {}  # what the last message told of its tensors
 
     def open(self, info: Mapping[str, Any], worker: int) -> dict[str, Any]:
         """Meet the others."""
-        address, port = field(info, "master_address", str), field(info, "master_port", int)
-        size, rank = field(info, "world_size", int), field(info, "rank_offset", int, 1) + worker
+        own = functools.partial(field, info, of="init_info")
+        address, port = own("master_address", str), own("master_port", int)
+        size, rank = own("world_size", int), own("rank_offset", int, 1) + worker
         if size > _MAX_SIZE:
             raise WeightUpdateError(f"world_size must be at most {_MAX_SIZE}, got {size}")
         if not 1 <= rank < size:
@@ -208,18 +216,16 @@ class GroupTransport:
         if not 1 <= port <= 65535:
             raise WeightUpdateError(f"master_port must be in [1, 65535], got {port}")
         seconds = float(self._options.get("timeout", TIMEOUT))
-        name = field(info, "group_name", str, "")
-        self._packed = field(info, "packed", bool, False)
-        self._buffer_bytes = field(info, "packed_buffer_size_bytes", int, UNTOLD_BYTES)
+        name, self._packed = own("group_name", str, ""), own("packed", bool, False)
+        self._buffer_bytes = own("packed_buffer_size_bytes", int, UNTOLD_BYTES)
         self._last = {}
         self._group = Group(type(self).make, address, port, rank, size, seconds, name=name, check=self.check)
+        self._place, self._was = place_of(address, port), self._group.peer
         return {"rank": rank, "world_size": size}
 
     def receive(self, info: Mapping[str, Any], read: Read, put: Put) -> list[Incoming]:
         """Take part in the broadcast of each buffer."""
-        group = self._group
-        if group is None:
-            raise WeightUpdateError("there is no group, or it failed: call init_weight_transfer_engine first")
+        group = self._met_with(field(info, "group", str, ""))
         info = self._with_names(info)
         incoming = told(info, read)
         self._last = {key: info[key] for key in _NAMED}
@@ -229,10 +235,30 @@ class GroupTransport:
             for part, buffer in self._arriving(group, buffers(incoming, size)):
                 for each, tensor in split(buffer, part):
                     put(each, tensor)
-        except BaseException:
+        except BaseException as error:
+            self._over = str(error)
             self.close()
             raise
         return incoming
+
+    def _met_with(self, place: str) -> Group:
+        """The group, if it is the one of the trainer at `place`, or that is not said. Raises WeightUpdateError."""
+        if place and self._place and place != self._place:
+            raise WeightConflictError(
+                f"another trainer took this one's place: the engine's group is with {self._was}, and this update is "
+                f"sent from {place}: an engine has one trainer at a time; init_weight_transfer_engine takes it back"
+            )
+        if self._group is None:
+            why = f" (the last one was with {self._was}, and ended: {self._over[:300]})" if self._over else ""
+            if why and self.displaced:
+                why = f"{why[:-1]}; it had taken the place of the one with {self.displaced})"
+            raise WeightUpdateError(f"there is no group, or it failed: call init_weight_transfer_engine first{why}")
+        return self._group
+
+    @property
+    def peer(self) -> str:
+        """The trainer's rank, while its group is there."""
+        return "" if self._group is None else self._group.peer
 
     @property
     def peer_is_gone(self) -> bool:

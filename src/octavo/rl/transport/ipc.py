@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,7 +66,7 @@ class IpcTransport(Alone):
         if not isinstance(handle, Mapping) or handle.get("device_uuid") != self._uuid:
             raise WeightUpdateError(f"ipc_handle must be one of this worker's GPU, {self._uuid}")
         incoming = told(info, read)
-        wanted, size = sum(each.num_bytes for each in incoming), field(handle, "size", int)
+        wanted, size = sum(each.num_bytes for each in incoming), field(handle, "size", int, of="update_info.ipc_handle")
         if size < wanted:
             raise WeightUpdateError(f"ipc_handle: expected {wanted} bytes, found {size}")
         buffer = self._opened(handle)[:wanted]
@@ -80,11 +81,12 @@ class IpcTransport(Alone):
         return str(torch.cuda.get_device_properties(self._index).uuid)
 
     def _opened(self, handle: Mapping[str, Any]) -> torch.Tensor:
+        own = functools.partial(field, of="update_info.ipc_handle")
         try:
             parts = [
-                base64.b64decode(field(handle, name, str), validate=True)
+                base64.b64decode(own(handle, name, str), validate=True)
                 if name in _BYTES
-                else field(handle, name, bool if name == "event_sync_required" else int)
+                else own(handle, name, bool if name == "event_sync_required" else int)
                 for name in _PARTS
             ]
         except binascii.Error as error:

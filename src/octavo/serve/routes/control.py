@@ -9,28 +9,36 @@ takes may stand in its query or its body, and a field that it does not know is n
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, TypeVar
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from octavo.frontend.control import WrongStateError
+from octavo.frontend.control import A_LEVEL, A_MODE, SOME_TAGS, WrongStateError
 from octavo.serve.engine.control import NEW
 from octavo.serve.engine.refusals import EngineDeadError
 from octavo.serve.errors import ApiError, bad_request, not_ready
 from octavo.serve.http.exchange import Exchange
 from octavo.serve.state import ServeState
 
+_MISSING = re.compile(r"missing required field (\w+)")
+_PLACE = re.compile(r"(update|init)_info(\.\w+)*")  # of an update's message, by which a refusal begins
 _MAX_IDS = 4096  # requests that one abort names
 _T = TypeVar("_T", bound=msgspec.Struct)
 # SGLang's words for what becomes of requests at a pause.
 _SGLANG_MODES = {"abort": ("abort", False), "retract": ("keep", True), "in_place": ("keep", False)}
 
 
+# What a description says is what a refusal tells of: "must be <description>".
+_Mode = Annotated[str, msgspec.Meta(description=A_MODE)]
+_Tags = Annotated[list[str] | None, msgspec.Meta(description=SOME_TAGS)]
+
+
 class Pause(msgspec.Struct, kw_only=True):
     """POST /pause."""
 
-    mode: str = "abort"
+    mode: _Mode = "abort"
     clear_cache: bool | None = None
     new: str = "queue"  # what becomes of requests that come meanwhile
     wait_for_inflight_requests: bool | None = None  # an older word for two of the modes
@@ -58,15 +66,15 @@ class SglangPause(msgspec.Struct, kw_only=True):
 class Sleep(msgspec.Struct, kw_only=True):
     """POST /sleep."""
 
-    level: int = 1
-    mode: str = "abort"
-    tags: list[str] | None = None
+    level: Annotated[int, msgspec.Meta(description=A_LEVEL)] = 1
+    mode: _Mode = "abort"
+    tags: _Tags = None
 
 
 class Tags(msgspec.Struct, kw_only=True):
     """Which memory. None: all."""
 
-    tags: list[str] | None = None
+    tags: _Tags = None
 
 
 class Reset(msgspec.Struct, kw_only=True):
@@ -99,8 +107,26 @@ async def read_options(
     try:
         made = msgspec.convert({name: given[name] for name in given if name in known}, kind, strict=False)
     except msgspec.ValidationError as error:
-        raise bad_request("invalid_type", str(error).replace("`", "")[:200]) from None
+        raise unreadable(error, given, kind) from None
     return made, [f"{name}: unknown field, ignored" for name in shown[:16]]
+
+
+def unreadable(error: msgspec.ValidationError, given: Mapping[str, Any], kind: type[msgspec.Struct]) -> ApiError:
+    """What cannot be read as `kind`: the field, its value, and what may stand there."""
+    text = str(error).replace("`", "")
+    if missing := _MISSING.search(text):
+        return bad_request("missing_field", f"{missing[1]}: is missing", missing[1])
+    said, _, place = text.partition(" - at $")
+    wanted, _, found = said.removeprefix("Expected ").partition(", got ")
+    name = place.lstrip(".").partition(".")[0].partition("[")[0]
+    described = next((own.type for own in msgspec.structs.fields(kind) if own.name == name), None)
+    if place == f".{name}":
+        metas = getattr(described, "__metadata__", ())
+        wanted = next((meta.description for meta in metas if meta.description), None) or wanted.removesuffix(" | null")
+        found = repr(given[name])[:64]
+    return bad_request(
+        "invalid_type", f"{place.lstrip('.')}: must be {wanted.replace(' | ', ' or ')}, got {found}", name
+    )
 
 
 @contextlib.contextmanager
@@ -116,7 +142,8 @@ def moving(state: ServeState) -> Iterator[None]:
     except ValueError as error:
         if hasattr(error, "field"):  # a ParameterError names its own
             raise
-        raise bad_request("invalid_value", str(error)) from None
+        place = _PLACE.match(str(error))
+        raise bad_request("invalid_value", str(error), place and place[0]) from None
 
 
 def told(answer: dict[str, Any], warnings: list[str]) -> dict[str, Any]:

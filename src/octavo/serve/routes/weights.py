@@ -17,7 +17,7 @@ from octavo.rl.session import WeightConflictError, WeightTransferError
 from octavo.serve.engine.refusals import EngineDeadError
 from octavo.serve.errors import ApiError, bad_request
 from octavo.serve.http.exchange import Exchange
-from octavo.serve.routes.control import Nothing, moving, read_options, told
+from octavo.serve.routes.control import Nothing, moving, read_options, told, unreadable
 from octavo.serve.state import ServeState
 
 _FLUSHES = frozenset({"flush_cache", "abort_all_requests", "token_step", "torch_empty_cache", "keep_pause", "is_async"})
@@ -332,10 +332,11 @@ async def _start(state: ServeState, options: Rpc) -> object:
 
 
 async def _update(state: ServeState, options: Rpc) -> object:
+    given = _named(options, "update_info")
     try:
-        told = msgspec.convert(_named(options, "update_info"), Update).update_info
+        told = msgspec.convert(given, Update).update_info
     except msgspec.ValidationError as error:
-        raise bad_request("invalid_type", str(error).replace("`", "")[:200]) from None
+        raise unreadable(error, given, Update) from None
     _refuse_pickles(told)
     return await state.engine.update_weights({"update_info": told})
 

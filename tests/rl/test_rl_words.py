@@ -1,0 +1,128 @@
+"""What a trainer hears when it errs: the message names the field, the value, and who is in the way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from octavo import LLM
+from octavo.frontend.control import SOME_TAGS
+from octavo.request.sampling_params import ParameterError
+from octavo.rl import Sender, WeightSource
+from octavo.rl.session import WeightUpdateError
+from weights_rig import Weights, answers, small_weights
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Weights]]:
+    folder = tmp_path_factory.mktemp("small")
+    return folder, small_weights(folder, 3)
+
+
+@pytest.fixture(scope="module")
+def llm(sets: tuple[Path, list[Weights]]) -> Iterator[LLM]:
+    told = {"backend": "gloo", "timeout": 20}
+    fields: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "skip_tokenizer_init": True}
+    with LLM(str(sets[0]), **fields, weight_transfer_config=told) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("backend", "info", "words"),
+    [
+        ("disk", {}, "update_info.path must be str, and is missing"),
+        ("disk", {"path": 3}, "update_info.path must be str, got 3"),
+        ("shm", {"names": []}, "update_info.shm_name must be str, and is missing"),
+        ("local", {"names": []}, "update_info.local_key must be int, and is missing"),
+    ],
+)
+def test_what_an_update_lacks_is_named_where_it_belongs(
+    llm: LLM, backend: str, info: dict[str, Any], words: str
+) -> None:
+    llm.init_weight_transfer_engine({"backend": backend, "init_info": {}})
+    llm.start_weight_update()
+    with pytest.raises(WeightUpdateError, match=f"^{re.escape(words)}$"):
+        llm.update_weights({"update_info": info})
+
+
+def test_what_a_meeting_lacks_is_named_where_it_belongs(llm: LLM) -> None:
+    with pytest.raises(WeightUpdateError, match=r"^init_info\.master_port must be int, got '1'$"):
+        llm.init_weight_transfer_engine({"backend": "gloo", "init_info": {"master_address": "h", "master_port": "1"}})
+
+
+def test_types_have_one_word_whatever_brings_them(llm: LLM, tmp_path: Path) -> None:
+    unknown, wrong = {"model.nothing": torch.zeros(2)}, {"model.norm.weight": torch.zeros(2)}
+    for tensors, words in ((unknown, "expected nothing, found float32 [2]"), (wrong, "expected [32], found [2]")):
+        save_file(tensors, tmp_path / "model.safetensors")
+        heard = []
+        for send in (
+            lambda given: llm.update_weights({"update_info": {"path": str(tmp_path)}}),
+            lambda given: Sender(llm, "shm").send(WeightSource(given)),
+            lambda given: Sender(llm, "local").send(WeightSource(given)),
+        ):
+            if not heard:
+                llm.start_weight_update()
+            with pytest.raises(WeightUpdateError) as caught:
+                send(tensors)
+            heard.append(str(caught.value))
+        assert len(set(heard)) == 1 and words in heard[0], heard
+
+
+def test_the_loser_of_two_trainers_hears_who_took_its_place(llm: LLM, sets: tuple[Path, list[Weights]]) -> None:
+    """And the winner's group is as it was: its next update goes through, without another meeting."""
+    first, second = Sender(llm, "gloo", timeout=20), Sender(llm, "gloo", timeout=20)
+    first.send(WeightSource(sets[1][1]), "1")
+    second.send(WeightSource(sets[1][2]), "2")
+    wanted, met = answers(llm), second._group
+    with pytest.raises(WeightUpdateError, match="another trainer took this one's place") as caught:
+        first.send(WeightSource(sets[1][1]), "3")
+    assert f"is with {met.peer}" in str(caught.value) and answers(llm) == wanted
+    second.send(WeightSource(sets[1][1]), "4")
+    assert second._group is met and llm.get_weight_version() == "4"
+    first.send(WeightSource(sets[1][2]), "5")  # it meets the engine anew
+    assert answers(llm) == wanted
+    with pytest.raises(WeightUpdateError, match="another trainer took this one's place"):
+        second.send(WeightSource(sets[1][2]), "6")
+    for each in (first, second):
+        each.close()
+
+
+def test_a_group_that_is_over_says_how_it_ended_and_whom_it_displaced(
+    llm: LLM, sets: tuple[Path, list[Weights]]
+) -> None:
+    """To a client that does not say whose its tensors are."""
+    first, second = Sender(llm, "gloo", timeout=20), Sender(llm, "gloo", timeout=20)
+    first.send(WeightSource(sets[1][1]), "1")
+    second.send(WeightSource(sets[1][2]), "2")
+    old, new = first._group.peer, second._group.peer
+    llm.start_weight_update()
+    spoiled = {name: torch.full_like(tensor, float("nan")) for name, tensor in sets[1][1].items()}
+    llm.abort_weight_update()
+    second_group = second._group
+    with pytest.raises(WeightUpdateError, match="NaN or Inf"):
+        second.send(WeightSource(spoiled))
+    llm.start_weight_update()
+    with pytest.raises(WeightUpdateError, match=r"^there is no group, or it failed") as caught:
+        llm.update_weights({"update_info": {"names": [], "dtype_names": [], "shapes": []}})
+    said = str(caught.value)
+    assert f"the last one was with {new}, and ended: " in said and "holds NaN or Inf" in said
+    assert f"it had taken the place of the one with {old}" in said and second_group is not second._group
+    first.close()
+
+
+def test_a_sleep_and_a_pause_say_what_they_were_given(llm: LLM) -> None:
+    for call, words in (
+        (lambda: llm.sleep(3), "level: must be 0, 1 or 2, got 3"),
+        (lambda: llm.sleep("x"), "level: must be 0, 1 or 2, got 'x'"),  # type: ignore[arg-type]
+        (lambda: llm.sleep(1, "stop"), "mode: must be one of keep, wait, abort, got 'stop'"),
+        (lambda: llm.wake_up("weights"), f"tags: must be {SOME_TAGS}, got 'weights'"),
+        (lambda: llm.wake_up(3), f"tags: must be {SOME_TAGS}, got 3"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ParameterError, match=f"^{re.escape(words)}$"):
+            call()
