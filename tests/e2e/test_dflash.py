@@ -241,7 +241,7 @@ def test_both_ways_of_naming_weights_draft_alike(
         ({"hidden_size": 128}, r"hidden_size=128 \(the target has 256"),
         ({"target_layer_ids": [1, 99]}, r"target_layer_ids=\[1, 99\] \(the target has layers 0 to"),
         ({"mask_token_id": 5000}, "mask_token_id=5000"),
-        ({"block_size": K}, rf"block_size={K} \(it drafts {K - 1} tokens: lower num_speculative_tokens"),
+        ({"block_size": K}, rf"block_size={K} \(it drafts {K - 1} tokens: lower num_speculative_tokens={K} to {K - 1}"),
         ({"output_multiplier": 2.0}, "output_multiplier=2.0"),
         ({"architectures": ["Other"]}, "DFlashDraftModel, MuseGlimmerAssistantModel"),
     ],

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from octavo import LLM
 from octavo.config.engine_config import EngineConfig
 from octavo.device.batch import Batch
 from octavo.frontend.engine import Engine
@@ -462,3 +463,12 @@ def test_500_requests(name: str, dtype: str, tmp_path: Path, held_out_prompts: l
     assert engine.scheduler.num_preemptions > 0 and engine.scheduler.kv.stats.hits > 0
     assert counts.num_drafted > 1000
     engine.close()
+
+
+@pytest.mark.parametrize("target", ["octavo-tiny", "octavo-tiny-hybrid"])
+def test_a_hybrid_is_refused_as_a_draft_model(target: str) -> None:
+    """Also for a target of its own family: what would do is said."""
+    given = {"method": "draft_model", "model": "octavo-tiny-hybrid", "num_speculative_tokens": 2}
+    why = "octavo-tiny-hybrid'}: a drafter has causal attention in all layers; "
+    with pytest.raises(ValueError, match=f"{why}take a smaller model with the target's vocabulary that has"):
+        LLM(target, speculative_config=given, skip_tokenizer_init=True)

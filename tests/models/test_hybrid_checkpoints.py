@@ -60,13 +60,69 @@ def test_what_a_published_config_of_qwen3_next_says() -> None:
     assert (arch.delta.num_key_heads, arch.delta.num_value_heads, arch.delta.key_size) == (16, 32, 128)
 
 
+def test_nemotron_h_knows_two_names_of_a_field() -> None:
+    """As transformers: an older `mamba_` name wins where both are there."""
+    both = _read("NemotronHForCausalLM", mamba_n_groups=4, n_groups=2, mamba_d_conv=3, mamba_conv_bias=False).mamba
+    assert both is not None and (both.num_groups, both.conv_size, both.conv_bias) == (4, 3, False)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
         ("Qwen3_5ForCausalLM", {"layer_types": ["conv"] * 3}, "unsupported layer_types="),
         ("Qwen3_5ForCausalLM", {"linear_num_value_heads": 33}, r"linear_num_value_heads=33 \(linear_num_key_heads=16"),
+        (
+            "Qwen3NextForCausalLM",
+            {"layer_types": ["linear_attention"] * 3 + ["conv"]},
+            "layer_types=.*4 of full_attention",
+        ),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv"] * 3 + ["linear_attention"]}, "layer_types="),
+        ("Lfm2ForCausalLM", {"layer_types": ["conv"] * 3 + [["conv"]]}, "layer_types="),
+        ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba"] * 3 + ["mlp"]}, "layer_types="),
+        (
+            "NemotronHForCausalLM",
+            {"layers_block_type": ["mamba", "conv"]},
+            r'layers_block_type=\["mamba", "conv"\] .each of',
+        ),
+        ("NemotronHForCausalLM", {"layer_types": ["mamba", "X"]}, r'layer_types=\["mamba", "X"\] .each of full_att'),
+        ("NemotronHForCausalLM", {"layers_block_type": []}, r"layers_block_type=\[\] "),
         ("Lfm2ForCausalLM", {"full_attn_idxs": 2}, "full_attn_idxs=2 .a list of layer numbers"),
-        ("NemotronHForCausalLM", {"hybrid_override_pattern": "M-X"}, 'layers_block_type="M-X"'),
+        (
+            "Lfm2ForCausalLM",
+            {"full_attn_idxs": [1, 4]},
+            r"full_attn_idxs=\[1, 4\] .a list of layer numbers from 0 to 3 ",
+        ),
+        (
+            "BambaForCausalLM",
+            {"attn_layer_indices": [99]},
+            r"attn_layer_indices=\[99\] .a list of layer numbers from 0 to",
+        ),
+        ("BambaForCausalLM", {"attn_layer_indices": [-1]}, r"attn_layer_indices=\[-1\] "),
+        ("BambaForCausalLM", {"attn_layer_indices": [True]}, r"attn_layer_indices=\[true\] "),
+        (
+            "Qwen3NextForCausalLM",
+            {"mlp_only_layers": [4]},
+            r"mlp_only_layers=\[4\] .a list of layer numbers from 0 to 3 ",
+        ),
+        (
+            "NemotronHForCausalLM",
+            {"hybrid_override_pattern": "ME*X-"},
+            r'hybrid_override_pattern="ME\*X-" .layer 3 is X: the letters are M \(Mamba-2\), E \(experts\), '
+            r"\* \(attention\), - \(MLP\)",
+        ),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": ""}, 'hybrid_override_pattern="" '),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": 7}, "hybrid_override_pattern=7 "),
+        ("NemotronHForCausalLM", {"mamba_num_heads": 9, "n_groups": 4}, "n_groups=4 .it must divide mamba_num_heads=9"),
+        ("NemotronHForCausalLM", {"n_groups": 0}, r" n_groups=0 \(an integer from 1 to 128 is needed"),
+        ("NemotronHForCausalLM", {"mamba_n_groups": 0}, " mamba_n_groups=0 "),
+        ("NemotronHForCausalLM", {"ssm_state_size": 0}, " ssm_state_size=0 "),
+        ("NemotronHForCausalLM", {"conv_kernel": 99}, " conv_kernel=99 "),
+        ("NemotronHForCausalLM", {"use_conv_bias": 3}, " use_conv_bias=3 "),
+        (
+            "BambaForCausalLM",
+            {"mamba_n_heads": 8, "mamba_d_head": 13},
+            "mamba_d_head=13 .mamba_n_heads=8 of 128 channels",
+        ),
         ("NemotronHForCausalLM", {"mlp_hidden_act": "silu"}, 'mlp_hidden_act="silu" .only "relu2" is implemented'),
         ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "alibi"}, "only rope and nope are known"),
         ("GraniteMoeHybridForCausalLM", {"mamba_n_heads": 4, "time_step_limit": [2, 1]}, r"time_step_limit=\[2, 1\]"),

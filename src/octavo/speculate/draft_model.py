@@ -58,7 +58,7 @@ class DraftModelSpeculator:
         _check_tokenizers(config.model, folder, find_model(resolved.model))
         self._model = build_model(arch, dtype)
         if not all(isinstance(spec, AttentionSpec) and spec.causal for spec in self._model.layer_specs):
-            raise _refuse(config.model, "drafters have causal attention in all layers")
+            raise _refuse(config.model, "a drafter has causal attention in all layers")
         size = weight_bytes(self._model, resolved)
         device = torch.device(resolved.device)
         fill_model(self._model, folder, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed)
@@ -98,7 +98,8 @@ class DraftModelSpeculator:
 
 
 def _refuse(model: str, reason: str) -> ConfigError:
-    return ConfigError(FIELD, {"model": model}, reason, "take a smaller model of the target's family")
+    hint = "take a smaller model with the target's vocabulary that has causal attention in all layers"
+    return ConfigError(FIELD, {"model": model}, reason, hint)
 
 
 def _check_tokenizers(name: str, folder: Path, target: Path) -> None:

@@ -79,7 +79,8 @@ def read_block(config: Mapping[str, Any], where: str, target: Arch, num_drafts: 
         fields.refuse("hidden_size", arch.hidden_size, "the target scales its embedding, which a block takes as it is")
     block_size = fields.integer("block_size", 2, 1 << 10, 16)
     if num_drafts >= block_size:
-        fields.refuse("block_size", block_size, f"it drafts {block_size - 1} tokens: lower num_speculative_tokens")
+        why = f"it drafts {block_size - 1} tokens: lower num_speculative_tokens={num_drafts} to {block_size - 1}"
+        fields.refuse("block_size", block_size, why)
     behind = fields.get("target_layer_ids")
     last = target.num_layers - 1
     if not isinstance(behind, list) or not behind or any(type(n) is not int or not 0 <= n <= last for n in behind):

@@ -61,7 +61,5 @@ def _qwen_moe(fields: Fields, num_layers: int) -> tuple[Moe, frozenset[int]]:
         norm_topk_prob=fields.flag("norm_topk_prob", False),
     )
     step = fields.integer("decoder_sparse_step", 1, 1 << 20, 1)
-    dense = fields.get("mlp_only_layers", [])
-    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
-        fields.refuse("mlp_only_layers", dense, "a list of layer numbers is needed")
+    dense = fields.layers("mlp_only_layers", num_layers, [])
     return moe, frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)

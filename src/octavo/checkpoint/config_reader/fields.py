@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -105,6 +105,14 @@ class Fields:
         if (value != () and not ids) or any(type(i) is not int or not 0 <= i < vocab_size for i in ids):
             self.refuse(name, value, f"token ids from 0 to {vocab_size - 1} are needed")
         return tuple(ids)
+
+    def layers(self, name: str, num_layers: int, default: Sequence[int]) -> Sequence[int]:
+        """A list of numbers of layers, from 0 to `num_layers` - 1."""
+        value = self.get(name, default)
+        numbers: Sequence[Any] = value if isinstance(value, (list, range)) else [None]
+        if any(type(layer) is not int or not 0 <= layer < num_layers for layer in numbers):
+            self.refuse(name, value, f"a list of layer numbers from 0 to {num_layers - 1} is needed")
+        return numbers
 
     def numbers(self, name: str, count: int, low: float, high: float) -> tuple[float, ...]:
         """A list of `count` finite numbers in low..high."""

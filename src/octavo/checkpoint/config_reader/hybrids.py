@@ -21,17 +21,14 @@ from octavo.checkpoint.config_reader.granite import read_granite
 
 _MAX_SIZE = 1 << 22
 _STILL = Rope(kind="none")
-# What files call the kinds of layers.
-_MIXERS = {
-    "full_attention": "attention",
-    "attention": "attention",
-    "linear_attention": "delta",
-    "conv": "conv",
-}
-_MAMBA_MIXERS = {**_MIXERS, "linear_attention": "mamba", "mamba": "mamba", "moe": "none", "mlp": "none"}
-
-
-# What Nemotron-H calls the fields of Mamba-2.
+# What files of a family call its kinds of layers.
+_ATTENDING = {"full_attention": "attention", "attention": "attention"}
+_DELTA_MIXERS = {**_ATTENDING, "linear_attention": "delta"}
+_CONV_MIXERS = {**_ATTENDING, "conv": "conv"}
+_MAMBA_MIXERS = {**_ATTENDING, "linear_attention": "mamba", "mamba": "mamba"}
+_NEMOTRON_MIXERS = {**_MAMBA_MIXERS, "moe": "none", "mlp": "none"}
+_NEMOTRON_LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+# What Nemotron-H calls the fields of Mamba-2; of the last three the other name, if it is there, wins.
 _NEMOTRON_NAMES = {
     "mamba_n_heads": "mamba_num_heads",
     "mamba_d_state": "ssm_state_size",
@@ -39,6 +36,7 @@ _NEMOTRON_NAMES = {
     "mamba_d_conv": "conv_kernel",
     "mamba_conv_bias": "use_conv_bias",
 }
+_OLD_NEMOTRON_NAMES = ("mamba_n_groups", "mamba_d_conv", "mamba_conv_bias")
 
 
 def read_qwen3_next(fields: Fields, family: Family) -> Arch:
@@ -48,7 +46,7 @@ def read_qwen3_next(fields: Fields, family: Family) -> Arch:
     num_layers = fields.integer("num_hidden_layers", 1, 1024)
     period = fields.integer("full_attention_interval", 1, 1 << 20, 4)
     usual = ["linear_attention" if (i + 1) % period else "full_attention" for i in range(num_layers)]
-    mixers = _mixers(fields, "layer_types", usual, _MIXERS)
+    mixers = _mixers(fields, "layer_types", usual, _DELTA_MIXERS)
     rope = {name: value for name, value in fields.mapping("rope_parameters").items() if not name.startswith("mrope_")}
     if fields.get("num_experts") == 0:
         family = dataclasses.replace(family, moe="none")
@@ -74,11 +72,9 @@ def read_lfm2(fields: Fields, family: Family) -> Arch:
     """The facts of an LFM2."""
     fields = Fields({**family.usual, **fields.values}, fields.where)
     num_layers = fields.integer("num_hidden_layers", 1, 1024)
-    attending = fields.get("full_attn_idxs", list(range(num_layers)))
-    if not isinstance(attending, list):
-        fields.refuse("full_attn_idxs", attending, "a list of layer numbers is needed")
+    attending = fields.layers("full_attn_idxs", num_layers, range(num_layers))
     usual = ["full_attention" if layer in attending else "conv" for layer in range(num_layers)]
-    mixers = _mixers(fields, "layer_types", usual, _MIXERS)
+    mixers = _mixers(fields, "layer_types", usual, _CONV_MIXERS)
     inner = fields.integer("block_ff_dim", 1, _MAX_SIZE, fields.integer("intermediate_size", 1, _MAX_SIZE))
     if fields.flag("block_auto_adjust_ff_dim", True):
         unit = fields.integer("block_multiple_of", 1, _MAX_SIZE, 256)
@@ -122,7 +118,7 @@ def read_nemotron_h(fields: Fields, family: Family) -> Arch:
     """The facts of a Nemotron-H: each layer is one of Mamba-2, attention, an MLP, or experts."""
     fields = Fields({**family.usual, **fields.values}, fields.where)
     kinds = _nemotron_kinds(fields)
-    mixers = [_MAMBA_MIXERS[kind] for kind in kinds]
+    mixers = [_NEMOTRON_MIXERS[kind] for kind in kinds]
     fields.only("mlp_hidden_act", "relu2")
     for name in ("mlp_bias", "attention_bias", "residual_in_fp32", "tie_word_embeddings"):
         fields.only(name, False)
@@ -133,7 +129,8 @@ def read_nemotron_h(fields: Fields, family: Family) -> Arch:
     limit = [fields.number("mamba_dt_min", 0, 1e3, fields.number("time_step_min", 0, 1e3, 0.001)), float("inf")]
     values = {"ssm_state_size": 128, "n_groups": 8, **fields.values, "mamba_d_ssm": inner, "mamba_d_head": "auto"}
     values |= {"mamba_expand": 2, "time_step_limit": limit, "rms_norm_eps": eps}
-    mamba = _mamba2(Fields(values, fields.where), "use_bias", _NEMOTRON_NAMES)
+    called = _NEMOTRON_NAMES | {name: name for name in _OLD_NEMOTRON_NAMES if name in fields.values}
+    mamba = _mamba2(Fields(values, fields.where), "use_bias", called)
     moe_layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == "moe")
     return dataclasses.replace(
         arch,
@@ -223,9 +220,7 @@ def read_bamba(fields: Fields, family: Family) -> Arch:
     fields = Fields({**fields.values, "partial_rotary_factor": share}, fields.where)
     fields.only("mlp_bias", False)
     num_layers = fields.integer("num_hidden_layers", 1, 1024)
-    attending = fields.get("attn_layer_indices", [])
-    if not isinstance(attending, list):
-        fields.refuse("attn_layer_indices", attending, "a list of layer numbers is needed")
+    attending = fields.layers("attn_layer_indices", num_layers, [])
     mixers = ["attention" if layer in attending else "mamba" for layer in range(num_layers)]
     arch = read_fields(_plain(fields), family)
     return dataclasses.replace(arch, mamba=_mamba2(fields, "mamba_proj_bias"), layers=_layers(arch, mixers))
@@ -240,7 +235,7 @@ def _plain(fields: Fields, **changes: Any) -> Fields:
 def _mixers(fields: Fields, name: str, usual: Sequence[str], known: Mapping[str, str]) -> list[str]:
     """Of each layer, as the field says."""
     kinds = fields.get(name, list(usual))
-    if not isinstance(kinds, list) or len(kinds) != len(usual) or any(kind not in known for kind in kinds):
+    if not isinstance(kinds, list) or len(kinds) != len(usual) or any(kind not in tuple(known) for kind in kinds):
         fields.refuse(name, kinds, f"{len(usual)} of {', '.join(known)} are needed")
     return [known[kind] for kind in kinds]
 
@@ -301,15 +296,25 @@ def _step_limit(fields: Fields) -> tuple[float, float]:
 
 def _nemotron_kinds(fields: Fields) -> list[str]:
     """Of each layer: linear_attention, full_attention, mlp or moe."""
-    letters = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
-    pattern, kinds = fields.get("hybrid_override_pattern"), fields.get("layers_block_type", fields.get("layer_types"))
-    if kinds is None and isinstance(pattern, str) and set(pattern) <= set(letters):
-        kinds = [letters[letter] for letter in pattern]
-    if kinds is None and pattern is None:
-        kinds = list(letters.values())
-    if not isinstance(kinds, list) or not kinds or any(kind not in _MAMBA_MIXERS for kind in kinds):
-        fields.refuse("layers_block_type", kinds or pattern, f"each of {', '.join(letters.values())} is needed")
+    name = "layers_block_type" if fields.get("layers_block_type") is not None else "layer_types"
+    kinds = fields.get(name)
+    if kinds is None:
+        return _kinds_of_letters(fields)
+    if not isinstance(kinds, list) or not kinds or any(kind not in tuple(_NEMOTRON_MIXERS) for kind in kinds):
+        fields.refuse(name, kinds, f"each of {', '.join(_NEMOTRON_MIXERS)} is needed, one for each layer")
     return kinds
+
+
+def _kinds_of_letters(fields: Fields) -> list[str]:
+    """Of `hybrid_override_pattern`, a letter for each layer."""
+    name, meanings = "hybrid_override_pattern", "M (Mamba-2), E (experts), * (attention), - (MLP)"
+    pattern = fields.get(name, "".join(_NEMOTRON_LETTERS))
+    if not isinstance(pattern, str) or not pattern:
+        fields.refuse(name, pattern, f"a letter for each layer is needed, of {meanings}")
+    for layer, letter in enumerate(pattern):
+        if letter not in _NEMOTRON_LETTERS:
+            fields.refuse(name, pattern, f"layer {layer} is {letter}: the letters are {meanings}")
+    return [_NEMOTRON_LETTERS[letter] for letter in pattern]
 
 
 def _nemotron_moe(fields: Fields) -> Moe:
