@@ -328,3 +328,5 @@ def test_a_gpu_without_float8_refuses_such_a_cache() -> None:
 def test_python_is_told_of_arguments_and_of_commands_as_they_are_typed() -> None:
     said = "lower --max-num-seqs, set --no-async-scheduling, or run `octavo doctor --explain`"
     assert python_names(said) == "lower max_num_seqs, set async_scheduling=False, or run `octavo doctor --explain`"
+    said = "run `python setup.py build_ext --inplace` or `pip install --no-deps x`, or drop --enforce-eager"
+    assert python_names(said) == said.replace("--enforce-eager", "enforce_eager")

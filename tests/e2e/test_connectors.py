@@ -223,6 +223,20 @@ def test_reset_forgets_what_is_this_engines_alone(make_llm: Make):
     assert settle(llm)[0].num_loaded_tokens == 0
 
 
+def test_vllms_own_lines_for_host_memory_run_and_one_that_is_too_large_is_refused(make_llm: Make):
+    expected = bits(make_llm(max_model_len=512))
+    for extra in ({"block_size": 64, "num_cpu_blocks": 40}, {"block_size": 64, "cpu_bytes_to_use": 64000000}):
+        given = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_buffer_size": 5e9, EXTRA: extra}
+        llm = make_llm(max_model_len=512, kv_transfer_config=given)
+        assert bits(llm) == expected
+        settle(llm)
+        assert llm.reset_prefix_cache() and bits(llm) == expected
+        assert settle(llm)[0].num_loaded_tokens
+    given[EXTRA] = {"num_cpu_blocks": 1 << 40}
+    with pytest.raises(ConfigError, match=r"num_cpu_blocks=1099511627776: takes \d+ bytes: the host has"):
+        make_llm(max_model_len=512, kv_transfer_config=given)
+
+
 def test_O_4_a_memory_that_does_not_do_is_refused_by_name(make_llm: Make):
     with pytest.raises(ConfigError, match=r"cpu_bytes_to_use=1125899906842624: the host has \d+ bytes left"):
         make_llm(max_model_len=512, kv_transfer_config=host("1024T"))

@@ -258,6 +258,25 @@ def test_a_name_that_is_taken_by_no_file_is_a_miss_and_what_can_be_removed_is(
     assert len(caplog.records) <= 4
 
 
+def test_no_file_behind_host_memory_is_a_miss_too(expected: Any, make_llm: Make, tmp_path: Path) -> None:
+    extra = {"num_cpu_blocks": 2, "storage_path": str(tmp_path)}
+    config = {"kv_connector": "host", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    first = make_llm(max_model_len=512, kv_transfer_config=config)
+    for _ in range(2):
+        answer(first)
+        settle(first)
+        assert first.reset_prefix_cache()
+    paths = list(tmp_path.rglob("*.safetensors"))
+    for path in paths:
+        path.unlink()
+        path.mkdir()
+        (path / "something").touch()
+    second = make_llm(max_model_len=512, kv_transfer_config=config)
+    assert paths and answer(second) == expected
+    settle(second)
+    assert not second.engine.scheduler.stats().num_load_failures
+
+
 def test_a_folder_that_vanishes_is_made_again_with_its_key(expected: Any, make_llm: Make, tmp_path: Path) -> None:
     folder = tmp_path / "blocks"
     extra = {"shared_storage_path": str(folder)}

@@ -188,3 +188,17 @@ def test_no_case_is_named_by_a_set() -> None:
         if isinstance(node, ast.Set | ast.SetComp)
     ]
     assert not found
+
+
+def test_command_lines_of_other_programs_stand_in_backticks() -> None:
+    """Where a message has one with a flag: from Python it is told of arguments, and that flag would be made one."""
+    programs = "pip3?|apt-get|python3?|git|uv|cmake|nvcc|nvidia-smi|numactl|torchrun"
+    line = re.compile(rf"\b({programs})( [^ `,;]+)* --[a-z]")
+    texts = [
+        (where(path, node.lineno), node.value)
+        for path in modules().values()
+        for node in nodes(path)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value
+    ]
+    assert any(line.search(text) for _, text in texts)
+    assert [each for each in texts if line.search(re.sub("`[^`]*`", "", each[1]))] == []

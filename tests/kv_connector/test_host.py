@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,18 @@ PAIRS = [Pair(number, make_key(number.to_bytes(16, "big"), 0)) for number in ran
 
 
 def connect(folder: Path, num_slots: int, **extra: object) -> StoredConnector:
-    given = {"cpu_bytes_to_use": num_slots * SIZE, "storage_path": str(folder), **extra}
+    return made({"cpu_bytes_to_use": num_slots * SIZE, "storage_path": str(folder), **extra})
+
+
+def made(given: Mapping[str, object]) -> StoredConnector:
     transfer = read_kv_transfer({"kv_connector": "host", "kv_role": "kv_both", "kv_connector_extra_config": given})
     groups = (CacheGroup(kind="full", block_size=16, layers=(0,)),)
     side = EngineSide(
         transfer=transfer, groups=groups, block_bytes=SIZE, num_blocks=9, identity="", ask=lambda *_: [[]]
     )
-    made = Host(transfer).scheduler_half(side)
-    assert isinstance(made, StoredConnector)
-    return made
+    connector = Host(transfer).scheduler_half(side)
+    assert isinstance(connector, StoredConnector)
+    return connector
 
 
 def test_O_7_a_file_that_comes_while_a_load_is_ordered_is_loaded_or_missing_and_never_neither(
@@ -70,3 +74,23 @@ def test_O_4_files_that_cannot_hold_a_block_are_refused_at_the_start(tmp_path: P
     with pytest.raises(ConfigError, match=r"storage_bytes=5119: a block's file has up to 5120 bytes"):
         connect(tmp_path, 2, storage_bytes=5119)
     connect(tmp_path, 2, storage_bytes=5120)
+
+
+@pytest.mark.parametrize(
+    ("extra", "num_slots"),
+    [
+        ({"num_cpu_blocks": 5}, 5),
+        ({"num_cpu_blocks": 5, "block_size": 16}, 5),
+        ({"num_cpu_blocks": 5, "block_size": 64}, 20),
+        ({"num_cpu_blocks": 5, "blocks_per_chunk": 2}, 10),
+        ({"cpu_bytes_to_use": 7 * SIZE, "block_size": 64}, 7),
+    ],
+)
+def test_vllms_number_of_blocks_counts_blocks_of_its_block_size(extra: dict[str, int], num_slots: int) -> None:
+    index: Any = made(extra).index
+    assert len(index._free) == num_slots
+
+
+def test_a_block_size_that_the_caches_blocks_do_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match="block_size=24: must be a multiple of the cache's blocks, of 16 tokens"):
+        made({"num_cpu_blocks": 5, "block_size": 24})

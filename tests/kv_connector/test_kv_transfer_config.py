@@ -28,6 +28,18 @@ def read(**changes: object) -> object:
         ({"kv_connector": ...}, "kv_connector='': must name a connector"),
         ({"kv_role": ...}, "kv_role=None: must be one of kv_producer, kv_consumer, kv_both"),
         ({"kv_role": "both"}, "kv_role='both': must be one of"),
+        ({"kv_buffer_size": 1.5}, "kv_buffer_size=1.5: must be a whole number at least 0"),
+        ({"kv_buffer_size": "much"}, "kv_buffer_size='much': must be a whole number"),
+        ({"kv_buffer_size": "1e999"}, "kv_buffer_size='1e999': must be a whole number"),
+        ({"kv_rank": True}, "kv_rank=True: must be a whole number"),
+        ({EXTRA: {"cpu_bytes_to_use": "4M", "storage_bytes": "1G"}}, "storage_bytes='1G': is the size of files, and"),
+        ({EXTRA: {"cpu_bytes_to_use": "4M", "num_cpu_blocks": 9}}, "num_cpu_blocks=9: says what cpu_bytes_to_use says"),
+        ({EXTRA: {"num_cpu_blocks": 0}}, "num_cpu_blocks=0: must be a whole number at least 1"),
+        ({EXTRA: {"num_cpu_blocks": 9, "block_size": "x"}}, "block_size='x': must be a whole number at least 1"),
+        (
+            {EXTRA: {"num_cpu_blocks": 9, "block_size": 64, "blocks_per_chunk": 4}},
+            "block_size=64: says what blocks_per_chunk says; leave one of them out",
+        ),
         ({"kv_port": 70000}, "kv_port=70000: must be a whole number from 0 to 65535"),
         ({"kv_load_failure_policy": "ignore"}, "must be one of fail, recompute"),
         ({"kv_transfer_timeout": 0}, "kv_transfer_timeout=0: must be seconds above 0"),
@@ -60,15 +72,24 @@ def test_vllms_keys_and_names_are_read():
         "kv_buffer_device": "cuda",
         "kv_rank": 0,
         "kv_parallel_size": 1,
-        "kv_buffer_size": 1e9,
         "engine_id": "one",
         "kv_load_failure_policy": "recompute",
     }
-    given["kv_buffer_size"] = 10**9
-    transfer = read_kv_transfer(given)
+    for size in (1e9, 5e9, 10**9, "1e1", "1e9", "5000", 0):
+        transfer = read_kv_transfer({**given, "kv_buffer_size": size, "kv_port": "21001"})
+        assert transfer.kv_port == 21001
     assert (transfer.engine_id, transfer.load_failure_policy, transfer.timeout) == ("one", "recompute", 30.0)
     assert make_kind(transfer) and set(ALIASES.values()) <= set(TABLE)
     assert read_kv_transfer({}) == NO_TRANSFER and read_kv_transfer(GOOD).load_failure_policy == "fail"
+
+
+def test_the_backends_of_vllms_nixl_are_read(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: name)  # whether it is there or not
+    assert read(kv_connector="NixlConnector", **{EXTRA: {"backends": ["UCX"], "num_threads": "4"}})
+    with pytest.raises(ConfigError, match="backends='UCX': expected a list of names"):
+        read(kv_connector="NixlConnector", **{EXTRA: {"backends": "UCX"}})
+    with pytest.raises(ConfigError, match=r"backends=\['GDS'\]: must be \['UCX'\]: that no byte comes late"):
+        read(kv_connector="NixlConnector", **{EXTRA: {"backends": ["GDS"]}})
 
 
 def test_the_command_line_takes_json_and_vllms_size_of_offloading():

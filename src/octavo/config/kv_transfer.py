@@ -97,7 +97,8 @@ def read_kv_transfer(given: Mapping[str, Any], label: str = "") -> KVTransferCon
         raise refuse(
             f"{label}enable_permute_local_kv", True, "blocks are never permuted in the cache", "set kv_cache_layout"
         )
-    for key, least in (("kv_rank", 0), ("kv_parallel_size", 1), ("kv_buffer_size", 0)):  # of vLLM's older connectors
+    # of vLLM's older connectors: they do nothing here
+    for key, least in (("kv_rank", 0), ("kv_parallel_size", 1), ("kv_buffer_size", 0)):
         extra.number(key, least, least)
     extra.choice("kv_buffer_device", "auto", ("auto", "cpu", "cuda"))
     return KVTransferConfig(
@@ -177,14 +178,24 @@ class Extra:
         return value
 
     def number(self, key: str, default: int, low: int, high: int | None = None) -> int:
-        """A whole number in [low, high]."""
+        """A whole number in [low, high], as a number, as 5e9, or as text of one: vLLM takes and shows them so."""
         value = self._get(key)
         if value is _NO_VALUE:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        count = _whole(value)
+        if count is None or count < low or (high is not None and count > high):
             reach = f"at least {low}" if high is None else f"from {low} to {high}"
             raise self._refuse(key, value, f"must be a whole number {reach}")
-        return value
+        return count
+
+    def names(self, key: str, default: Sequence[str]) -> list[str]:
+        """A list of names, at least one."""
+        value = self._get(key)
+        if value is _NO_VALUE:
+            return list(default)
+        if not isinstance(value, list | tuple) or not value or not all(isinstance(n, str) and n for n in value):
+            raise self._refuse(key, value, "expected a list of names")
+        return list(value)
 
     def seconds(self, key: str, default: float) -> float:
         """A time above 0 and at most a day."""
@@ -226,3 +237,19 @@ class Extra:
         if not isinstance(value, list | tuple) or not value or not all(isinstance(each, Mapping) for each in value):
             raise self._refuse(key, None if value is _NO_VALUE else value, "expected a list of mappings")
         return list(value)
+
+
+def _whole(value: object) -> int | None:
+    """The whole number that a value is, or says; None: it is none."""
+    if isinstance(value, str):
+        try:
+            return int(value)
+        except ValueError:
+            pass
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

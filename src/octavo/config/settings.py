@@ -70,8 +70,8 @@ class Setting:
 
 
 def python_names(text: str) -> str:
-    """A text with the names of flags as arguments of Python. What is to be typed at a terminal stays as it is."""
-    return re.sub(r"`octavo [^`]*`|--(no-)?([a-z][a-z0-9-]*[a-z0-9])", _python_name, text)
+    """A text with the names of flags as arguments of Python. What is in backticks, a command line, stays as it is."""
+    return re.sub(r"`[^`]*`|--(no-)?([a-z][a-z0-9-]*[a-z0-9])", _python_name, text)
 
 
 def _python_name(found: re.Match[str]) -> str:

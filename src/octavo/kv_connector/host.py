@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from octavo.cache.groups import CacheGroup
 from octavo.config.kv_transfer import EXTRA, Extra, KVTransferConfig, refuse
 from octavo.config.settings import ConfigError
 from octavo.kv_connector import Connector
@@ -23,6 +24,7 @@ from octavo.kv_connector.eviction import EVICTION, Eviction
 from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.keys import Pair
 from octavo.kv_connector.orders import EngineSide, Order, Report
+from octavo.kv_connector.peers.description import GroupDescription
 from octavo.kv_connector.shared_storage import FoundFiles, check_room, folder_secret, write_secret
 from octavo.kv_connector.stored import Index, StoredConnector
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 IN_FILE = -1  # the slot of a block that a file holds
 _KEYS = (
     "cpu_bytes_to_use",
+    "num_cpu_blocks",
+    "block_size",
     "blocks_per_chunk",
     "eviction_policy",
     "store_threshold",
@@ -47,7 +51,10 @@ _MAX_COUNTED = 1 << 16  # keys whose uses are remembered before they are stored
 class HostOptions:
     """kv_connector_extra_config of `host`, read."""
 
-    num_bytes: int  # of host memory, for one worker
+    num_bytes: int  # of host memory, for one worker; 0: num_chunks says how much
+    num_chunks: int
+    chunk_tokens: int  # of each of them; 0: chunk_blocks of the cache
+    chunk_blocks: int
     eviction_policy: str
     store_threshold: int  # times that a block has been computed or loaded when it is stored
     prompt_only: bool
@@ -58,9 +65,18 @@ class HostOptions:
 def _read(transfer: KVTransferConfig) -> HostOptions:
     extra = Extra(transfer.extra)
     extra.check_keys(_KEYS)
-    extra.number("blocks_per_chunk", 1, 1, 1)  # a block is what moves and gives way
+    num_chunks, chunk_tokens = extra.number("num_cpu_blocks", 0, 1), extra.number("block_size", 0, 1)
+    for one, other in (("num_cpu_blocks", "cpu_bytes_to_use"), ("block_size", "blocks_per_chunk")):
+        if None not in (transfer.extra.get(one), transfer.extra.get(other)):
+            raise refuse(f"{EXTRA}.{one}", transfer.extra[one], f"says what {other} says", "leave one of them out")
+    if transfer.extra.get("storage_bytes") is not None and not transfer.extra.get("storage_path"):
+        limit = "is the size of files, and storage_path names no folder for them"
+        raise refuse(f"{EXTRA}.storage_bytes", transfer.extra["storage_bytes"], limit, "set storage_path, or drop it")
     return HostOptions(
-        num_bytes=extra.size("cpu_bytes_to_use", None),
+        num_bytes=0 if num_chunks else extra.size("cpu_bytes_to_use", None),
+        num_chunks=num_chunks,
+        chunk_tokens=chunk_tokens,
+        chunk_blocks=extra.number("blocks_per_chunk", 1, 1, 1 << 20),
         eviction_policy=extra.choice("eviction_policy", "lru", tuple(EVICTION)),
         store_threshold=extra.number("store_threshold", 0, 0, 1 << 20),
         prompt_only=extra.flag("offload_prompt_only", False),
@@ -95,13 +111,13 @@ class Host:
 
     def scheduler_half(self, engine: EngineSide) -> Connector:
         """See Kind."""
-        num_slots, size = self._num_slots(engine.block_bytes), engine.block_bytes
+        num_slots, size = self._num_slots(engine.block_bytes, engine.groups), engine.block_bytes
         if self._options.storage_path:
             check_room(f"{EXTRA}.storage_bytes", self._options.storage_bytes, size)
         most = max(group.parts.blocks for group in engine.groups if group.kind != "inputs")
         if num_slots <= most > 1:
             limit = f"a state of this model's layers takes {most} blocks of {size} bytes, beside K and V before it"
-            raise _refuse_bytes(self._options.num_bytes, limit, "raise it")
+            raise self._refuse_size(limit, "raise it")
         index = _Slots(num_slots, size, self._options)
         return StoredConnector(engine, index, prompt_only=self._options.prompt_only)
 
@@ -121,27 +137,41 @@ class Host:
                 troubles=troubles,
                 furnish=lambda: write_secret(Path(options.storage_path), self._secret),
             )
-        if options.num_bytes > cache.free_bytes:
-            raise _refuse_bytes(options.num_bytes, f"the host has {cache.free_bytes} bytes left", "lower it")
-        num_slots = self._num_slots(cache.block_bytes)
+        num_slots = self._num_slots(cache.block_bytes, cache.description.groups)
+        needed = options.num_bytes or num_slots * cache.block_bytes
+        if needed > cache.free_bytes:
+            limit = f"the host has {cache.free_bytes} bytes left"
+            raise self._refuse_size(limit if options.num_bytes else f"takes {needed} bytes: {limit}", "lower it")
         try:
             handler = HostHandler(cache, num_slots, files)
         except RuntimeError as error:
             text = " ".join(str(error).split())[:120]
             limit = f"the host has no memory for {num_slots} blocks: {text}"
-            raise _refuse_bytes(options.num_bytes, limit, "lower it") from None
+            raise self._refuse_size(limit, "lower it") from None
         return Mover(handler, cache.block_bytes, timeout=self._transfer.timeout, troubles=troubles)
 
-    def _num_slots(self, block_bytes: int) -> int:
-        count = self._options.num_bytes // block_bytes
+    def _num_slots(self, block_bytes: int, groups: Sequence[CacheGroup] | Sequence[GroupDescription]) -> int:
+        """Blocks of the cache that there is room for. One moves and gives way by itself, whatever a chunk is."""
+        options = self._options
+        per_chunk = options.chunk_blocks
+        if options.chunk_tokens:
+            tokens = [group.block_size for group in groups if group.kind not in ("inputs", "state")]
+            size = max(tokens or [group.block_size for group in groups])
+            if options.chunk_tokens % size:
+                limit = f"must be a multiple of the cache's blocks, of {size} tokens"
+                raise refuse(f"{EXTRA}.block_size", options.chunk_tokens, limit, "change it, or --block-size")
+            per_chunk = options.chunk_tokens // size
+        count = options.num_chunks * per_chunk or options.num_bytes // block_bytes
         if not count:
             limit = f"a block of this model's cache has {block_bytes} bytes"
-            raise _refuse_bytes(self._options.num_bytes, limit, "raise it")
+            raise self._refuse_size(limit, "raise it")
         return count
 
-
-def _refuse_bytes(value: int, limit: str, change: str) -> ConfigError:
-    return refuse(f"{EXTRA}.cpu_bytes_to_use", value, limit, change)
+    def _refuse_size(self, limit: str, change: str) -> ConfigError:
+        options = self._options
+        if options.num_chunks:
+            return refuse(f"{EXTRA}.num_cpu_blocks", options.num_chunks, limit, change)
+        return refuse(f"{EXTRA}.cpu_bytes_to_use", options.num_bytes, limit, change)
 
 
 class _Slots(Index):

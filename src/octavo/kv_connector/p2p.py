@@ -101,16 +101,21 @@ def _is_every_address(host: str) -> bool:
 class Nixl(P2P):
     """See Kind. As `p2p`, and the bytes go from memory to memory by NIXL."""
 
-    keys = ("num_threads", "transfer_mode")
+    keys = ("num_threads", "transfer_mode", "backends")
     registers = True
 
     def __init__(self, transfer: KVTransferConfig) -> None:
         """See Kind."""
         if importlib.util.find_spec("nixl_cu12") is None:
-            install = "pip install 'octavo[nixl]', or pip install --no-deps nixl-cu12"
+            install = "pip install 'octavo[nixl]', or `pip install --no-deps nixl-cu12`"
             raise refuse("kv_connector", transfer.kv_connector, "needs the library nixl-cu12", install)
         super().__init__(transfer)
-        self._pushes = Extra(transfer.extra).choice("transfer_mode", "pull", ("pull", "push")) == "push"
+        extra = Extra(transfer.extra)
+        self._pushes = extra.choice("transfer_mode", "pull", ("pull", "push")) == "push"
+        backends = extra.names("backends", ("UCX",))
+        if backends != ["UCX"]:
+            limit = "must be ['UCX']: that no byte comes late, once a transfer was given up, is known of UCX alone"
+            raise refuse(f"{EXTRA}.backends", backends, limit)
 
     def make_way(self, cache: CacheBytes) -> Way:
         """See P2P."""
