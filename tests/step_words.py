@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,11 @@ import numpy as np
 from octavo.plan import NO_PROMPT_LOGPROBS, NewBlocks, PromptLogprobs, StepResult, TokenLogprobs
 
 
-def result_of(step: int, rows: Sequence[int], tokens: Sequence[Sequence[int]], **fields: Any) -> StepResult:
-    """From a list of tokens per row. A row with none has not sampled."""
-    sampled = [(row, own) for row, own in zip(rows, tokens, strict=True) if own]
+def result_of(
+    step: int, rows: Sequence[int], tokens: Sequence[Sequence[int]], held: Container[int] = (), **fields: Any
+) -> StepResult:
+    """From a list of tokens per row. A row with none has not sampled; held: rows that have drawn nothing."""
+    sampled = [(row, own) for row, own in zip(rows, tokens, strict=True) if own or row in held]
     counts = np.array([len(own) for _, own in sampled], np.int64)
     lines = np.zeros((len(sampled), max(counts, default=1)), np.int64)
     for line, (_, own) in zip(lines, sampled, strict=True):

@@ -11,10 +11,10 @@ import collections
 import dataclasses
 import itertools
 import random
-import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from answers import VOCAB, fingerprint, history, next_token
 from octavo.cache.groups import CacheGroup
 from octavo.cache.parts import WHOLE_BLOCKS
 from octavo.cache.policies import blocks_for_request
@@ -29,7 +29,6 @@ from step_words import blocks_by_row, result_of, scores_of
 
 Place = tuple[int, int]  # (block, offset)
 BLOCK = 4
-VOCAB = 40
 _MOST_DRAFTS = 8
 EOS = 7
 
@@ -82,6 +81,7 @@ def make_scheduler(
     whole_prompts: bool = False,
     num_drafts: int = 0,
     num_next_tokens: int = 0,
+    num_lookahead: int = 0,
     **options: Any,
 ) -> Scheduler:
     kv = KVManager(
@@ -97,6 +97,7 @@ def make_scheduler(
         max_model_len=max_model_len,
         max_num_drafts=num_drafts,
         num_next_tokens=num_next_tokens,
+        num_lookahead=num_lookahead,
     )
     return Scheduler(
         kv,
@@ -143,51 +144,6 @@ def make_request(
     )
 
 
-def fingerprint(before: int, token: int) -> int:
-    """Of a history, from the one that is a token shorter."""
-    return hash((before, token))
-
-
-def history(tokens: list[int], salt: str) -> list[int]:
-    """Fingerprints of all prefixes of `tokens`, the empty one first. Salted: K and V must not pass between salts."""
-    fingerprints = [zlib.crc32(salt.encode())]
-    for token in tokens:
-        fingerprints.append(fingerprint(fingerprints[-1], token))
-    return fingerprints
-
-
-def next_token(before: int) -> int:
-    """What the model without weights samples after a history."""
-    return hash((before, VOCAB)) % VOCAB
-
-
-@dataclasses.dataclass
-class Answer:
-    """What a request must give if nothing ends it from outside."""
-
-    tokens: list[int]
-    finish_reason: str
-    stop_reason: int | None
-
-
-def expected_answer(request: Request, max_model_len: int) -> Answer:
-    """By generating one token after the other, alone."""
-    params, output = request.params, []
-    before = history(request.tokens[: request.num_prompt], request.cache_salt)[-1]
-    limit = min(params.max_tokens, max_model_len - request.num_prompt)
-    while True:
-        token = next_token(before)
-        before = fingerprint(before, token)
-        output.append(token)
-        if len(output) >= params.min_tokens:
-            if token in request.eos_token_ids:
-                return Answer(output, "stop", None)
-            if token in request.stop_token_ids:
-                return Answer(output, "stop", token)
-        if len(output) >= limit:
-            return Answer(output, "length", None)
-
-
 @dataclasses.dataclass
 class _Row:
     request_id: str
@@ -219,6 +175,7 @@ class FakeWorker:
         self.rows: dict[int, _Row] = {}
         self.computed: collections.Counter[str] = collections.Counter()  # request id -> tokens, over all its rows
         self.fail_next = False
+        self.hold_next = 0  # rows that draw nothing, though they would sample
         self.break_next = ""  # a request whose next step fails before it writes anything
         self.unwritten: set[Place] = set()  # (block, offset) that failed rows and their readers left
         self.num_drafted = self.num_accepted = 0
@@ -285,8 +242,10 @@ class FakeWorker:
             place = block, offset
             assert block not in self.foreign, "nobody else writes where a load does"
             self.touched[self._next_step - 1].add(block)
-            self.written[self._next_step - 1].add(block)
-            (self.new_states if is_state else self.memory)[place] = (*content, self.version)
+            value = *content, self.version
+            if self.memory.get(place) != value:  # a row that was held writes again what is there
+                self.written[self._next_step - 1].add(block)
+            (self.new_states if is_state else self.memory)[place] = value
             self.unwritten.discard(place)
             if row.garbage or row.request_id == self.break_next:
                 self.unwritten.add(place)
@@ -370,6 +329,7 @@ class FakeWorker:
 
     def _sample(self, plan: StepPlan, work: list[tuple[int, int]], drafted: dict[int, int]) -> StepResult:
         tokens: dict[int, list[int]] = {}
+        held: set[int] = set()
         failed, prompt_logprobs = {}, {}
         for number, num_new in work:
             row = self.rows[number]
@@ -382,11 +342,16 @@ class FakeWorker:
             row.num_computed += num_new
             tokens[number] = []
             if row.num_computed == len(row.tokens):
+                if self.hold_next and row.request_id != self.break_next:
+                    self.hold_next -= 1
+                    held.add(number)
+                    self._hold(row, drafted.get(number, 0))
+                    continue
                 tokens[number] = self._verify(row, drafted.get(number, 0))
                 if self.fail_next:
                     failed[number] = "nan_logits"
                     self.fail_next = False
-        order = sorted(tokens, key=lambda number: (not tokens[number], number))  # like the real one: not the plan's
+        order = sorted(tokens, key=lambda number: (number % 2, number))  # like the real one: not the plan's
         return result_of(
             plan.step,
             order,
@@ -398,7 +363,15 @@ class FakeWorker:
             },
             prompt_logprobs=prompt_logprobs,
             failed=failed,
+            held=held,
         )
+
+    def _hold(self, row: _Row, num_drafts: int) -> None:
+        """Draw nothing: the last token is computed again, and the same drafts stand behind it."""
+        known = len(row.tokens) - num_drafts
+        row.drafts, row.tokens, row.history = row.tokens[known:], row.tokens[:known], row.history[: known + 1]
+        row.num_computed = known - 1
+        self._go_on(row)
 
     def _verify(self, row: _Row, num_drafts: int) -> list[int]:
         """The accepted drafts, which are the last known tokens until now, and one token more; then propose anew."""
@@ -413,12 +386,19 @@ class FakeWorker:
         row.num_computed = len(row.tokens) - 1
         self.num_drafted += num_drafts
         self.num_accepted += len(row.tokens) - first - 1
-        row.drafts, before = [], row.history[-1]
-        for _ in range(_MOST_DRAFTS):  # mostly what will be said
+        row.drafts = []
+        self._go_on(row)
+        return row.tokens[first:]
+
+    def _go_on(self, row: _Row) -> None:
+        """Propose behind the drafts that there are."""
+        before = row.history[-1]
+        for draft in row.drafts:
+            before = fingerprint(before, draft)
+        while len(row.drafts) < _MOST_DRAFTS:  # mostly what will be said
             right = next_token(before)
             row.drafts.append(right if self._propose.random() < 0.8 else (right + 1) % VOCAB)
             before = fingerprint(before, row.drafts[-1])
-        return row.tokens[first:]
 
 
 class Driver:

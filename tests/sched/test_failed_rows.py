@@ -1,10 +1,12 @@
-"""A row that failed may have written nothing: whoever found what it was to write begins again."""
+"""A row that failed may have written nothing: whoever found what it was to write begins again. And rows held then."""
 
 from __future__ import annotations
 
 import pytest
 
-from sched_harness import BLOCK, Driver, expected_answer, full, make_request, make_scheduler, sliding
+from answers import expected_answer
+from sched_harness import BLOCK, Driver, full, make_request, make_scheduler, sliding
+from step_words import result_of
 
 HYBRID = (full(), sliding(6), sliding(13))
 
@@ -53,3 +55,20 @@ def test_a_preempted_reader_of_what_a_failed_row_did_not_write_gets_no_token_of_
     assert refused and reader.num_preemptions == 1
     assert broken.error == "mod_failed"
     assert driver.output(reader) == expected_answer(reader, 64).tokens
+
+
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_a_row_is_held_though_the_worker_verified_no_drafts(num_rows):
+    """It leaves drafts out where a mod fails with them: each row has drawn one token then, or none."""
+    scheduler = make_scheduler(num_drafts=2)
+    requests = [make_request(3, 20) for _ in range(num_rows)]
+    for request in requests:
+        scheduler.add(request)
+    scheduler.update(scheduler.schedule(), result_of(0, range(num_rows), [[3]] * num_rows))
+    plan = scheduler.schedule()
+    assert plan.num_drafts.tolist() == [2] * num_rows
+    said = [[4]] * (num_rows - 1)
+    updates = scheduler.update(plan, result_of(1, range(num_rows), [*said, []], held=[num_rows - 1]))
+    assert [update.tokens for update in updates] == said
+    assert [request.tokens[3:] for request in requests] == [*[[3, 4]] * (num_rows - 1), [3]]
+    assert [request.num_in_flight for request in requests] == [0] * num_rows

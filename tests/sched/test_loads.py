@@ -7,11 +7,12 @@ import logging
 
 import pytest
 
+from answers import expected_answer
 from block_states import BlockState, state_of
 from fake_connector import Clock, FakeConnector
 from octavo.kv_connector import NO_CONNECTOR
 from octavo.request.request import Request, Status
-from sched_harness import BLOCK, Driver, expected_answer, full, make_request, make_scheduler, sliding
+from sched_harness import BLOCK, Driver, full, make_request, make_scheduler, sliding
 
 PLAIN, HYBRID = (full(),), (full(), sliding(6), sliding(13))
 PROMPT = list(range(100, 122))  # 5 blocks and a half

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
+from answers import expected_answer
 from octavo.request.request import Status
-from sched_harness import Driver, expected_answer, full, make_request, make_scheduler
+from sched_harness import Driver, full, make_request, make_scheduler
 from step_words import entries_of, result_of
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from answers import expected_answer
 from octavo.plan import StepResult, TokenLogprobs
 from octavo.request.request import FinishReason
 from octavo.request.sampling_params import RepetitionDetectionParams
-from sched_harness import BLOCK, Driver, expected_answer, full, make_request, make_scheduler, sliding, smallest_pool
+from sched_harness import BLOCK, Driver, full, make_request, make_scheduler, sliding, smallest_pool
 from step_words import blocks_by_row, result_of, scores_of
 
 HYBRID = (full(), sliding(6), sliding(13))

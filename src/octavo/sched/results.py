@@ -40,8 +40,13 @@ class Results:
             request.num_cached = num_cached
             self.queue_times[request.request_id] = time.perf_counter() - queued_at
 
-    def take(self, result: StepResult, left: Mapping[int, Request], updates: list[RequestUpdate]) -> None:
-        """The tokens of all rows. left: by row, the requests that run there no longer."""
+    def take(
+        self, result: StepResult, left: Mapping[int, Request], updates: list[RequestUpdate], *, are_runs: bool
+    ) -> None:
+        """The tokens of all rows. left: by row, the requests that run there no longer.
+
+        are_runs: a row may have several tokens, or none; else it has one.
+        """
         rows, tokens = result.rows, result.tokens
         one_by_one = range(len(rows)) if len(rows) <= _FEW else _places(rows, left)
         for place in one_by_one:
@@ -54,7 +59,7 @@ class Results:
             others = np.ones(len(rows), np.bool_)
             others[one_by_one] = False
             rows, tokens = rows[others], tokens[others]
-        if tokens.shape[1] == 1:
+        if not are_runs:
             self._take_all(rows, tokens[:, 0], result, updates)
         else:
             counts = result.num_sampled[others] if one_by_one else result.num_sampled

@@ -213,14 +213,15 @@ class Scheduler:
         updates: list[RequestUpdate] = []
         if issued.dropped:
             result = without(result, issued.dropped)
-        if len(plan.num_drafts):
+        has_drafts = len(plan.num_drafts) > 0
+        if has_drafts:
             self.drafting.take_back_rejected(plan, result, issued.left)
         elif not result.num_sampled.all():
             self._num_repeats = 0
             result = take_back(result, self._running.owners | issued.left)
         if result.failed or result.prompt_logprobs or result.experts:
             result = self._settle(result, issued, updates)
-        self._results.take(result, issued.left, updates)
+        self._results.take(result, issued.left, updates, are_runs=has_drafts)
         del self._outstanding[plan.step]
         return updates
 
