@@ -110,6 +110,8 @@ class EngineCore:
             "check_sleep": _call(pause.SleepOrder, self._check_sleep),
             "sleep": _call(pause.SleepOrder, self._sleep),
             "wake_up": _call(pause.WakeOrder, self._wake_up),
+            "transfers": lambda _: self._transfers(),
+            "release_transfers": self._release_transfers,
             **self.weights.calls(),
         }
 
@@ -403,9 +405,20 @@ class EngineCore:
             done = self.scheduler.loads.connector.reset()
         return self.standing(success=done)
 
+    def _transfers(self) -> bytes:
+        """Loads that failed since the start, and why the blocks of a peer could not be taken, if they could not."""
+        stats = self.scheduler.loads.stats
+        return msgspec.msgpack.encode({"num_load_failures": stats.num_load_failures, "refusal": stats.refusal})
+
+    def _release_transfers(self, payload: bytes) -> bytes:
+        """How many offers of blocks end, since nobody will fetch them."""
+        transfer_ids = msgspec.msgpack.decode(payload, type=list[str])
+        return msgspec.msgpack.encode(self.scheduler.loads.connector.release(transfer_ids))
+
     def _forget_cache(self) -> bool:
         """Whatever runs is computed again. False while a transfer holds blocks."""
         self.settle()
+        self._held += self.scheduler.take_loads()  # no step may look for what has ended
         self.scheduler.recompute()
         return self.scheduler.reset_prefix_cache()
 

@@ -161,3 +161,15 @@ def test_P_3_what_is_released_before_it_is_on_offer_never_is(make_llm: Make):
     assert told and num_missing_blocks(first)
     assert first.engine.scheduler.loads.connector.release(["early"]) == 1
     released(first)
+
+
+def test_P_a_sleep_waits_for_no_offer_that_is_released(make_llm: Make):
+    """And for none that is not: who asks for it hears why, and releases the offer or asks again."""
+    more = {"max_model_len": 512, "enable_sleep_mode": True}
+    first = make_llm(**more, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=LONG))
+    (said,) = prefill(first, PROMPTS[:1])
+    first.pause_generation("keep")
+    with pytest.raises(RuntimeError, match="a transfer holds blocks of the cache"):
+        first.sleep(level=2, mode="keep")
+    assert first.engine.scheduler.loads.connector.release([said["transfer_id"]]) == 1
+    first.sleep(level=2, mode="keep")

@@ -72,16 +72,25 @@ class Process:
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name + "{"))
 
 
-def server(folder: Path, role: str, port: int) -> Process:
+def server(folder: Path, role: str, port: int, *flags: str, **more: Any) -> Process:
     transfer = {"kv_connector": "p2p", "kv_role": role, "kv_port": 0, "kv_transfer_timeout": 2}
-    transfer["kv_load_failure_policy"] = "recompute"
-    return Process(folder / f"{role}.log", port, "serve", *SERVE, "--kv-transfer-config", json.dumps(transfer))
+    transfer |= {"kv_load_failure_policy": "recompute", **more}
+    own = ["--kv-transfer-config", json.dumps(transfer)]
+    return Process(folder / f"{role}.log", port, "serve", *SERVE, *own, *flags)
 
 
 def until(process: Process, name: str, value: float) -> None:
     deadline = time.monotonic() + patient(20)
     while process.metric(name) != value:
         assert time.monotonic() < deadline, f"{name} is {process.metric(name)}"
+        time.sleep(0.05)
+
+
+def until_held(process: Process) -> None:
+    """Blocks are held, as its last heartbeat says."""
+    deadline = time.monotonic() + patient(20)
+    while process.metric("vllm:kv_cache_usage_perc") == 0.0:
+        assert time.monotonic() < deadline, "no blocks are held"
         time.sleep(0.05)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from router_rig import SERVE, Process, free_port, server, settled, until
+from router_rig import SERVE, Process, free_port, server, settled, until, until_held
 
 PROMPT = "def add(a, b):\n" * 9
 ASK = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.8, "seed": 7, "logprobs": 2}
@@ -23,7 +23,9 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Process, Pr
     urls = ["--prefill", f"http://127.0.0.1:{ports[0]}", "--decode", f"http://127.0.0.1:{ports[1]}"]
     router = Process(folder / "router.log", ports[2], "router", *urls, "--health-interval", "0.1", "--timeout", "20")
     try:
-        first, second = server(folder, "kv_producer", ports[0]), server(folder, "kv_consumer", ports[1])
+        # for so long that a deadline brings nothing back while a test waits
+        first = server(folder, "kv_producer", ports[0], kv_transfer_timeout=300)
+        second = server(folder, "kv_consumer", ports[1], kv_transfer_timeout=300)
         first.wait()
         second.wait()
         until(router, "octavo_router_server_up", 2)
@@ -93,6 +95,87 @@ def test_P_1_D_2_each_prompt_of_a_list_has_its_own_blocks(trio):
     assert second.metric("vllm:external_prefix_cache_hits_total") - before[2] > 400
     logs = first.log.read_text() + second.log.read_text()
     assert "on offer already" not in logs and "did not end in time" not in logs
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 1}),
+        ("/v1/completions", {"prompt": PROMPT, "echo": True, "logprobs": 1}),
+        ("/v1/completions", {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 0}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "prompt_logprobs": 1}),
+    ],
+)
+def test_P_what_a_decode_server_computes_whole_is_not_computed_before(trio, path, body):
+    first, second, router = trio
+    asked = {"max_tokens": 2, "temperature": 0, **body}
+    before = first.metric("vllm:prompt_tokens_total")
+    status, routed = router.ask("POST", path, asked)
+    assert status == 200 and routed["choices"] == second.ask("POST", path, asked)[1]["choices"]
+    assert first.metric("vllm:prompt_tokens_total") == before
+    settled(first, second)
+
+
+def test_P_an_offer_that_a_router_releases_ends(trio):
+    first, second, _ = trio
+    asked = {**ASK, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "transfer_id": "mine"}}
+    assert first.ask("POST", "/v1/completions", asked)[1]["kv_transfer_params"]["transfer_id"] == "mine"
+    until_held(first)
+    answer = first.ask("POST", "/kv_transfer/release", {"transfer_ids": ["mine", "unknown"]})
+    assert answer == (200, {"released": 1})
+    settled(first)
+    assert second.ask("POST", "/kv_transfer/release", {"transfer_ids": ["mine"]}) == (200, {"released": 0})
+    for wrong in ({}, {"transfer_ids": "mine"}, {"transfer_ids": [1]}, {"transfer_ids": [""]}):
+        status, body = first.ask("POST", "/kv_transfer/release", wrong)
+        assert status == 400 and body["error"]["param"] == "transfer_ids"
+    status, body = first.ask("POST", "/kv_transfer/release", {"transfer_ids": ["x"] * 4097})
+    assert status == 400 and "at most 4096 ids, got 4097" in body["error"]["message"]
+
+
+def test_P_3_D_7_a_decode_server_that_can_take_no_blocks_is_counted_and_named_once(trio, tmp_path):
+    """A lasting mismatch: every prompt is computed twice, and the answers are right."""
+    first, _, _ = trio
+    other = server(tmp_path, "kv_consumer", free_port(), "--dtype", "bfloat16", kv_transfer_timeout=300)
+    urls = ["--prefill", f"http://127.0.0.1:{first.port}", "--decode", f"http://127.0.0.1:{other.port}"]
+    router = Process(tmp_path / "router.log", free_port(), "router", *urls, "--health-interval", "0.1")
+    try:
+        other.wait()
+        until(router, "octavo_router_server_up", 2)
+        for count in (1, 2, 3):
+            status, _ = router.ask("POST", "/v1/completions", {**ASK, "prompt": f"{count}{PROMPT}"})
+            assert status == 200
+            settled(first, other)
+            until(router, "octavo_router_kv_load_failures_total", count)
+        lines = [line for line in router.log.read_text().splitlines() if "its dtype is 'float32'" in line]
+        assert len(lines) == 1 and f"127.0.0.1:{other.port}" in lines[0] and "yours 'bfloat16'" in lines[0]
+    finally:
+        router.stop()
+        other.stop()
+
+
+def test_P_a_router_answers_what_one_server_answers(trio):
+    _, second, router = trio
+    chat = [{"role": "user", "content": "hi"}]
+    tokens = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    for path, body in (
+        ("/completions", tokens),
+        ("/v1/completions/", tokens),
+        ("/chat/completions", {"messages": chat, "max_tokens": 4, "temperature": 0}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 4, "temperature": 0}),
+        ("/responses", {"input": "hi", "max_output_tokens": 4, "temperature": 0}),
+        ("/inference/v1/generate", {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "temperature": 0}}),
+        ("/generate", {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "temperature": 0}}),
+        ("/tokenize", {"prompt": "x"}),
+    ):
+        status, routed = router.ask("POST", path, body)
+        alone = second.ask("POST", path, body)
+        assert status == alone[0] == 200, (path, routed)
+        for name in ("choices", "text", "output_ids", "tokens"):
+            assert routed.get(name) == alone[1].get(name), path
+    for path in ("/models", "/v1/models/", "/v1/models/octavo-tiny", "/version", "/", "/tokenizer_info"):
+        assert router.ask("GET", path)[0] == second.ask("GET", path)[0], path
+    assert router.ask("GET", "/v1/completions")[0] == second.ask("GET", "/v1/completions")[0] == 405
+    assert router.ask("POST", "/sleep", {})[0] == 404, "what changes an engine is asked of that engine"
 
 
 def test_C_7_a_load_that_fails_by_the_policy_is_told_as_such(tmp_path):

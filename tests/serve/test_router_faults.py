@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import socket
@@ -32,6 +33,8 @@ class Fake(ThreadingHTTPServer):
     def __init__(self, answer: Callable[[_Handler, dict[str, Any]], None]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answer, self.asked = answer, list[dict[str, Any]]()
+        self.released = list[str]()  # transfer ids
+        self.standing = {"num_load_failures": 0, "refusal": ""}
         self.goes_on = threading.Event()
         self.goes_on.set()
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
@@ -47,10 +50,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.goes_on.wait()
-        self.reply(200, {})
+        self.reply(200, self.server.standing if self.path == "/kv_transfer" else {})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path == "/kv_transfer/release":
+            self.server.goes_on.wait()
+            self.server.released += body["transfer_ids"]
+            self.reply(200, {"released": len(body["transfer_ids"])})
+            return
         self.server.asked.append(body)
         self.server.goes_on.wait()
         with contextlib.suppress(OSError):
@@ -240,6 +248,72 @@ def test_C_7_blocks_that_are_lost_before_the_first_word_are_computed_also_for_a_
     assert status == 200 and "error" not in text and text.endswith("data: [DONE]\n\n") and EVENT.decode() in text
     second[0].answer = lambda handler, body: handler.reply(500, {"error": {"code": "broken", "message": "for good"}})
     assert ask(router, "p") == (500, {"error": {"code": "broken", "message": "for good"}})  # its own words
+
+
+def told_of(first: Fake, count: int) -> None:
+    """The prefill server hears that none of its offers is fetched any more, of so many."""
+    ids = {body["kv_transfer_params"]["transfer_id"] for body in first.asked}
+    deadline = time.monotonic() + patient(20)
+    while len(first.released) < count:
+        assert time.monotonic() < deadline, first.released
+        time.sleep(0.01)
+    assert len(first.released) == count and set(first.released) <= ids
+
+
+def test_P_C_5_offers_whose_decode_server_died_or_failed_are_released(routed):
+    router, (first,), (second,) = routed(num_decode=1)
+
+    def fails(handler: _Handler, body: dict[str, Any]) -> None:
+        if "kv_transfer_params" in body:
+            handler.reply(500, {"error": {"code": "kv_load_failed"}})
+        else:
+            decodes(handler, body)
+
+    def refuses(handler: _Handler, body: dict[str, Any]) -> None:
+        handler.reply(400, {"error": {"message": "no", "type": "invalid_request_error"}})
+
+    assert ask(router, "p")[0] == 200  # it has fetched them
+    second.answer = lambda handler, body: handler.break_off()
+    assert ask(router, "p")[0] == 503
+    told_of(first, 1)
+    until(router, "octavo_router_server_up", 2)
+    for answer, status in ((fails, 200), (refuses, 400)):
+        second.answer = answer
+        assert ask(router, "p")[0] == status
+    told_of(first, 3)
+    second.shutdown()
+    second.server_close()
+    assert ask(router, "p")[0] == 503
+    told_of(first, 4) if len(first.asked) == 5 else None
+    assert first.asked[0]["kv_transfer_params"]["transfer_id"] not in first.released
+
+
+def test_P_D_6_offers_for_a_client_that_has_gone_are_released(routed):
+    """While its prompt is computed, and while a decode server has not begun to answer."""
+    router, (first,), (second,) = routed(num_decode=1)
+    for count, server in ((1, first), (2, second)):
+        reached, goes_on, answer = threading.Event(), threading.Event(), server.answer
+
+        def waits(handler: _Handler, body: dict[str, Any], *events: threading.Event) -> None:
+            events[0].set()
+            events[1].wait()
+
+        server.answer = functools.partial(lambda *args: waits(*args[2:], *args[:2]), reached, goes_on)
+        with socket.create_connection(("127.0.0.1", router.port)) as sock:
+            body = b'{"prompt": "p"}'
+            sock.sendall(b"POST /completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            assert reached.wait(patient(20))
+        told_of(first, count)
+        server.answer = answer
+        goes_on.set()
+
+
+def test_P_offers_of_a_prefill_server_that_hung_are_released_when_it_goes_on(routed):
+    router, (first,), _ = routed(num_decode=1)
+    first.goes_on.clear()
+    assert ask(router, "p") == (200, {"text": "p", "had": False})
+    first.goes_on.set()
+    told_of(first, 1)
 
 
 def test_an_answer_has_one_date_and_metrics_have_no_gauges_of_when_they_were_made(routed):

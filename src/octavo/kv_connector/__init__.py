@@ -49,6 +49,8 @@ class TransferResults:
     # load that is done -> blocks of which only what its request reads is there: nobody else may find them
     partial: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
 
+    refusal: str = ""  # why the blocks of somebody else cannot be taken, until a setting changes; empty: nothing new
+
 
 NO_RESULTS = TransferResults()
 

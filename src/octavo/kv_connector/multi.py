@@ -156,8 +156,10 @@ class _MultiConnector(SilentConnector):
         failed: dict[int, frozenset[int]] = {}
         missed: dict[int, frozenset[int]] = {}
         partial: dict[int, frozenset[int]] = {}
+        refusal = ""
         for place, child in enumerate(self._children):
             results = child.take_results()
+            refusal = results.refusal or refusal
             for number in (*results.done, *results.failed, *results.missed):
                 if number in self._saves:  # a child that could not save has ended too
                     self._saves[number].discard(place)
@@ -172,7 +174,7 @@ class _MultiConnector(SilentConnector):
                     else:
                         done.append(number)
                         partial[number] = results.partial.get(number, frozenset())
-        return TransferResults(done=done, failed=failed, missed=missed, partial=partial)
+        return TransferResults(done=done, failed=failed, missed=missed, partial=partial, refusal=refusal)
 
     def wait(self, seconds: float) -> None:
         for child in self._children:

@@ -37,6 +37,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     failed: list[int] = []  # blocks that were lost on the way
     missed: list[int] = []  # blocks that were not there any more
     partial: list[int] = []  # blocks of which only what the request reads has come
+    refusal: str = ""  # of a load: why no block of that peer can be taken, until one of the two changes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,4 +120,11 @@ def _merge(reports: Sequence[Report]) -> Report:
     failed = {block for report in reports for block in report.failed}
     missed = {block for report in reports for block in report.missed}
     partial = {block for report in reports for block in report.partial}
-    return Report(number=reports[0].number, failed=sorted(failed), missed=sorted(missed), partial=sorted(partial))
+    refusal = next(filter(None, (report.refusal for report in reports)), "")
+    return Report(
+        number=reports[0].number,
+        failed=sorted(failed),
+        missed=sorted(missed),
+        partial=sorted(partial),
+        refusal=refusal,
+    )

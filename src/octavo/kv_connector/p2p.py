@@ -178,6 +178,7 @@ class _P2PConnector(SilentConnector):
         wanted = Wanted(
             transfer_id=str(asked["transfer_id"]),
             digest=_digest(load),
+            version=load.version,
             places=places,
             end=load.end,
             position=min(load.end, load.request.num_tokens - 1),
@@ -262,7 +263,8 @@ class _P2PConnector(SilentConnector):
             return False
         blocks, places = _moving(save, self._groups)
         self._by_order[save.number] = transfer_id
-        wanted = Wanted(transfer_id=transfer_id, digest=_digest(save), places=places, end=save.end)
+        digest, version = _digest(save), save.version
+        wanted = Wanted(transfer_id=transfer_id, digest=digest, version=version, places=places, end=save.end)
         self._orders.begin(_order(save, blocks, wanted, is_load=False))
         return True
 
@@ -279,7 +281,9 @@ class _P2PConnector(SilentConnector):
         done: list[int] = []
         failed: dict[int, frozenset[int]] = {}
         partial: dict[int, frozenset[int]] = {}
+        refusal = ""
         for report in self._orders.take():
+            refusal = report.refusal or refusal
             self._open.discard(self._by_order.pop(report.number, ""))
             self._end_fetch(report.number, failed=bool(report.failed or report.missed))
             if report.failed or report.missed:
@@ -288,7 +292,7 @@ class _P2PConnector(SilentConnector):
             done.append(report.number)
             if report.partial:
                 partial[report.number] = frozenset(report.partial)
-        return TransferResults(done=done, failed=failed, partial=partial)
+        return TransferResults(done=done, failed=failed, partial=partial, refusal=refusal)
 
     def wait(self, seconds: float) -> None:
         """See Connector."""

@@ -3,8 +3,8 @@
 Owns what becomes of a request: its prompt is computed by a prefill server, with one token; what that says of the blocks
 goes with the request to a decode server, whose answer is the client's. Knows no model and no text. Invariants: a
 request whose prefill fails, or whose blocks are lost, is computed by a decode server alone, so that a fault costs time
-and no request; blocks that a decode server may have asked for are asked for by no other; a client that goes away stops
-both servers.
+and no request; blocks that a decode server may have asked for are asked for by no other, and those that none will ask
+for are released; a client that goes away stops both servers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from octavo.router.exchange import Answer, ClientLeftError, Exchange, Receive, Refused, Scope, Send
@@ -22,9 +22,22 @@ from octavo.router.http import Address, Response, UpstreamError, send
 from octavo.router.metrics import CONTENT_TYPE, RouterMetrics
 from octavo.router.pools import Pool, Upstream
 from octavo.router.settings import RouterConfig
+from octavo.router.transfers import Offer, Transfers, ids_asked_for, ids_of
 
-ROUTES = ("/v1/completions", "/v1/chat/completions")
-_PASSED = ("/v1/models", "/tokenize", "/detokenize", "/version")
+ROUTES = ("/v1/completions", "/v1/chat/completions")  # whose bodies may say where blocks are
+# A decode server answers these alone, and generates by itself where they generate.
+_PASSED = (
+    "/v1/responses",
+    "/inference/v1/generate",
+    "/generate",
+    "/v1/models",
+    "/tokenize",
+    "/detokenize",
+    "/tokenizer_info",
+    "/version",
+    "/",
+)
+_MODELS = "/v1/models/"
 _AFFINITY_CHARS = 512  # of a prompt: what begins alike so far goes to one prefill server
 
 
@@ -36,6 +49,7 @@ class Router:
         self.config = config
         self.prefill, self.decode = Pool("prefill", prefill), Pool("decode", decode)
         self.metrics = RouterMetrics((self.prefill, self.decode))
+        self.transfers = Transfers(config, self.metrics)
 
     @property
     def is_ready(self) -> bool:
@@ -44,7 +58,7 @@ class Router:
 
     async def watch(self) -> None:
         """Look after all servers, for ever."""
-        await asyncio.gather(self.prefill.watch(self.config), self.decode.watch(self.config))
+        await asyncio.gather(self.prefill.watch(self.config), self.decode.watch(self.config), self.transfers.run())
 
     async def __call__(self, scope: Scope, receive: Receive, send_event: Send) -> None:
         """One exchange."""
@@ -57,17 +71,17 @@ class Router:
                 await exchange.refuse(error)
 
     async def _answer(self, exchange: Exchange) -> None:
-        path, method = exchange.path, exchange.method
+        path, method = _known(exchange.path), exchange.method
         if path in ("/health", "/ready", "/ping"):
             await exchange.reply(200 if self.decode.is_well else 503, self._standing())
         elif path == "/metrics":
             await exchange.reply(200, self.metrics.render(), CONTENT_TYPE)
         elif path in ROUTES and method == "POST":
-            await self._generate(exchange)
-        elif path in _PASSED:
-            await self._pass_on(exchange, await exchange.body())
+            await self._generate(exchange, self._both)
+        elif path in ROUTES or path in _PASSED or path.startswith(_MODELS):
+            await self._generate(exchange, self._pass_on)
         else:
-            raise Refused(404, "not_found", f"the router has no {method} {path}")
+            raise Refused(404, "not_found", f"the router has no {method} {exchange.path}")
 
     def _standing(self) -> bytes:
         pools = {
@@ -76,17 +90,11 @@ class Router:
         }
         return json.dumps(pools).encode()
 
-    async def _generate(self, exchange: Exchange) -> None:
-        began, body = time.monotonic(), await exchange.body()
-        try:
-            given = json.loads(body)
-        except (ValueError, RecursionError):
-            given = None
-        if not isinstance(given, dict):  # a server says what is wrong with it
-            await self._pass_on(exchange, body)
-            return
+    async def _generate(self, exchange: Exchange, answer: Callable[[Exchange, bytes], Awaitable[None]]) -> None:
+        """Until there is an answer, or nobody who wants it."""
+        body = await exchange.body()
         gone = asyncio.create_task(exchange.gone())
-        work = asyncio.create_task(self._both(exchange, given, began))
+        work = asyncio.ensure_future(answer(exchange, body))
         try:
             await asyncio.wait((gone, work), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -101,15 +109,33 @@ class Router:
                 task.cancel()
             await asyncio.gather(gone, work, return_exceptions=True)
 
-    async def _both(self, exchange: Exchange, given: dict[str, Any], began: float) -> None:
-        told = await self._prefill(exchange, given)
+    async def _both(self, exchange: Exchange, body: bytes) -> None:
+        began = time.monotonic()
+        try:
+            given = json.loads(body)
+        except (ValueError, RecursionError):
+            given = None
+        if not isinstance(given, dict):  # a server says what is wrong with it
+            await self._pass_on(exchange, body)
+            return
+        offer = await self._prefill(exchange, given)
         self.metrics.prefilled(time.monotonic() - began)
-        wanted = given if told is None else {**given, "kv_transfer_params": told}
-        await self._pass_on(exchange, json.dumps(wanted).encode(), alone=None if told is None else given)
+        if offer is None:
+            await self._pass_on(exchange, json.dumps(given).encode())
+            return
+        wanted = json.dumps({**given, "kv_transfer_params": offer.told}).encode()
+        try:
+            await self._pass_on(exchange, wanted, alone=given, offer=offer)
+        finally:
+            if not exchange.has_spoken:
+                self.transfers.settle(offer, exchange.headers)
 
-    async def _prefill(self, exchange: Exchange, given: dict[str, Any]) -> dict[str, Any] | None:
-        """What a prefill server says of the blocks; None: the decode server computes the prompt."""
+    async def _prefill(self, exchange: Exchange, given: dict[str, Any]) -> Offer | None:
+        """What a prefill server has on offer; None: the decode server computes the prompt."""
         if given.get("kv_transfer_params") is not None or given.get("n") not in (None, 1):
+            return None
+        if _needs_its_prompt(given):
+            self.metrics.skipped_prefill()
             return None
         first = {key: value for key, value in given.items() if key not in ("stream_options", "max_completion_tokens")}
         first |= {"max_tokens": 1, "stream": False}
@@ -120,22 +146,30 @@ class Router:
             if server is None:
                 break
             first["kv_transfer_params"] = {"do_remote_decode": True, "transfer_id": str(uuid.uuid4())}
+            asked = Offer(server, ids_asked_for(first), {})
             try:
                 with self.prefill.working(server):
                     response = await self._send(server, exchange, json.dumps(first).encode())
                     with contextlib.closing(response):
                         body = await response.body()
                 if response.status < 500:  # what is wrong with a request the decode server says, in full
-                    return _told(json.loads(body)) if response.status == 200 else None
+                    told = _told(json.loads(body)) if response.status == 200 else None
+                    asked.is_settled = True
+                    return None if told is None else Offer(server, ids_of(told), told)
                 raise UpstreamError(f"{server.address} answers {response.status}")
             except (UpstreamError, ValueError) as error:
+                asked.is_settled = isinstance(error, UpstreamError) and not error.was_sent
                 self.prefill.failed(server, error)
                 tried.append(server)
                 self.metrics.retried("prefill")
+            finally:  # nobody will hear what it offers from now on
+                self.transfers.settle(asked, exchange.headers)
         self.metrics.skipped_prefill()
         return None
 
-    async def _pass_on(self, exchange: Exchange, body: bytes, *, alone: dict[str, Any] | None = None) -> None:
+    async def _pass_on(
+        self, exchange: Exchange, body: bytes, *, alone: dict[str, Any] | None = None, offer: Offer | None = None
+    ) -> None:
         """The answer of a decode server. alone: the request without blocks from elsewhere, if these are lost."""
         tried: list[Upstream] = []
         failure: Answer | Refused = Refused(503, "no_server", "no decode server is up")
@@ -149,8 +183,12 @@ class Router:
                     response = await self._send(server, exchange, body)
                     with contextlib.closing(response):
                         failed = await exchange.forward(response)
+                if alone is not None:
+                    self.transfers.look(server, exchange.headers)
                 if failed is None:
                     self.metrics.ended("answered" if response.status < 400 else "refused")
+                    if offer is not None and response.status < 400:  # it has fetched them, or said that it will not
+                        offer.is_settled = True
                     return
                 failure = failed
                 if failed.is_final:
@@ -167,6 +205,8 @@ class Router:
             if spent and alone is not None:  # its blocks may be lost: any server can compute them
                 body, alone = json.dumps(alone).encode(), None
                 self.metrics.retried("blocks")
+                if offer is not None:
+                    self.transfers.settle(offer, exchange.headers)
             else:
                 self.metrics.retried("decode")
         self.metrics.ended("failed")
@@ -197,3 +237,17 @@ def _affinity(given: dict[str, Any]) -> bytes:
     """What requests that begin alike share."""
     said = given.get("messages") if "messages" in given else given.get("prompt")
     return json.dumps(said, sort_keys=True)[:_AFFINITY_CHARS].encode()
+
+
+def _known(path: str) -> str:
+    """A path as the tables have it, by the servers' rules: a slash at the end, or a missing /v1, is no matter."""
+    if len(path) > 2 and path.endswith("/"):
+        path = path[:-1]
+    whole = f"/v1{path}"
+    return whole if whole in ROUTES or whole in _PASSED or whole.startswith(_MODELS) else path
+
+
+def _needs_its_prompt(given: dict[str, Any]) -> bool:
+    """Whether a decode server computes the whole prompt whatever is on offer, or asks its engine for nothing."""
+    echoes = given.get("echo") and given.get("logprobs") is not None and given.get("logprobs") is not False
+    return bool(echoes) or given.get("prompt_logprobs") is not None or given.get("max_tokens") == 0

@@ -28,6 +28,7 @@ class RouterMetrics(Collector):
         self._requests = dict.fromkeys(_OUTCOMES, 0)
         self._retries = dict.fromkeys(_PHASES, 0)
         self._restarts = collections.Counter({pool.name: 0 for pool in pools})
+        self._load_failures = collections.Counter[str]()  # by decode server
         self._num_skipped = 0
         self._counts, self._seconds = [0] * (len(_SECONDS) + 1), 0.0
         self._registry = CollectorRegistry(auto_describe=False)
@@ -44,6 +45,10 @@ class RouterMetrics(Collector):
     def restarted(self, pool: str) -> None:
         """Count a server that was started again."""
         self._restarts[pool] += 1
+
+    def load_failures(self, server: str, count: int) -> None:
+        """Count what a decode server says of blocks that it could not take."""
+        self._load_failures[server] += count
 
     def skipped_prefill(self) -> None:
         """Count a request that no prefill server computed."""
@@ -75,6 +80,7 @@ class RouterMetrics(Collector):
         for name, label, text, values in (
             ("requests", "outcome", "Requests, by how they ended", self._requests),
             ("retries", "phase", "Tries that were followed by another one", self._retries),
+            ("kv_load_failures", "server", "Blocks on offer that a decode server could not take", self._load_failures),
             ("server_restarts", "pool", "Times that a server of --start-pair was started again", self._restarts),
         ):
             family = CounterMetricFamily(f"octavo_router_{name}", text, labels=[label])

@@ -33,6 +33,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_load_failures: int = 0
     num_load_misses: int = 0
     num_expired_holds: int = 0
+    refusal: str = ""  # why the blocks of a peer could not be taken, when that was found last
     num_drafts: int = 0  # rows' steps that verified drafts
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

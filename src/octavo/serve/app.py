@@ -16,7 +16,7 @@ from octavo.serve.engine.async_engine import AsyncEngine
 from octavo.serve.errors import ApiError, from_parameter_error, internal
 from octavo.serve.http.auth import Access
 from octavo.serve.http.exchange import CLIENT_LEFT, ClientLeftError, Exchange, Receive, Scope, Send, check_host
-from octavo.serve.routes import chat, completions, responses, status, text
+from octavo.serve.routes import chat, completions, responses, status, text, transfers
 from octavo.serve.routes.rl import RL_ROUTES
 from octavo.serve.routes.route import Route
 from octavo.serve.settings import ServeConfig, split
@@ -40,6 +40,8 @@ ROUTES = (
     Route("GET", "/version", status.version),
     Route("GET", "/metrics", status.metrics),
     Route("GET", "/load", status.load),
+    Route("GET", "/kv_transfer", transfers.standing),
+    Route("POST", "/kv_transfer/release", transfers.release),
     Route("GET", "/", status.page, Access.PUBLIC),
     *RL_ROUTES,
 )

@@ -10,6 +10,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
     transfer_id: str
     digest: bytes  # of what was computed: tokens, salt, version of the weights
+    version: str = ""  # of the weights, as it is told
     places: list[tuple[int, int]]  # of each block: its cache group and its place in a request's list
     end: int  # behind the last token
     # of a load

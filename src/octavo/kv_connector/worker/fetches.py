@@ -33,7 +33,7 @@ from octavo.kv_connector.peers.mapping import (
 from octavo.kv_connector.peers.offers import Wanted
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
-from octavo.kv_connector.worker.pair import Ask, Done, Hello, Pair, Told, TransferError, Way, Welcome
+from octavo.kv_connector.worker.pair import Ask, Done, Hello, Pair, Told, TransferError, UnlikeError, Way, Welcome
 
 _PIECE_BYTES = 16 << 20  # of blocks that come together
 Address = tuple[str, int]
@@ -139,7 +139,7 @@ class Fetches:
                 wanted = f"the blocks are of engine {engine_id!r} (remote_engine_id)"
                 raise TransferError(f"{there}, and {wanted}, which was started anew or is elsewhere")
             if welcome.refused:
-                raise TransferError(f"{pair.peer}: {welcome.refused}")
+                raise UnlikeError(f"{pair.peer}: {welcome.refused}")
         except BaseException:
             pair.close()
             raise
@@ -165,7 +165,7 @@ class Fetches:
         try:
             divided = divide(self._own, fetch.peers)
         except ValueError as error:
-            raise TransferError(f"{names} {error}") from None
+            raise UnlikeError(f"{names} {error}") from None
         givers = [number for number, parts in enumerate(divided) if parts]
         if len(givers) == 1 and has_same_rows(fetch.peers[givers[0]], self._own):
             self._take_as_they_are(fetch, givers[0])
@@ -181,6 +181,7 @@ class Fetches:
                 fetch=wanted.fetch,
                 transfer_id=wanted.transfer_id,
                 digest=wanted.digest,
+                version=wanted.version,
                 places=[place for piece in pieces for place in piece],
                 pieces=list(map(len, pieces)),
                 told=self._way.ask(pair, num_bytes) if pieces else b"",
@@ -188,7 +189,7 @@ class Fetches:
         )
         told: Told = pair.receive(Told)
         if told.refused:
-            raise TransferError(f"{pair.peer}: {told.refused}")
+            raise (UnlikeError if told.is_unlike else TransferError)(f"{pair.peer}: {told.refused}")
         return told
 
     def _take_as_they_are(self, fetch: _Fetch, giver: int) -> None:

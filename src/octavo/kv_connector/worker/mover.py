@@ -26,6 +26,10 @@ class Cancelled(Exception):
     """The order is to be left as it is."""
 
 
+class RefusedError(RuntimeError):
+    """What an order wants cannot be had, nor what the next one like it wants, until somebody changes a setting."""
+
+
 class Job:
     """An order that a thread works off."""
 
@@ -213,7 +217,8 @@ class Mover:
                 way = "load" if is_load else "save"
                 text = f"a {way} of {len(order.blocks)} blocks failed: {describe(error)}"
                 self.troubles.tell(f"{way} {type(error).__name__} {error}", text)
-                report = Report(number=order.number, failed=order.blocks)
+                refusal = str(error) if isinstance(error, RefusedError) else ""
+                report = Report(number=order.number, failed=order.blocks, refusal=refusal)
             finally:
                 del self._since[name]
             if not job.finish():

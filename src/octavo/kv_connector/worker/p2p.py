@@ -268,9 +268,9 @@ class P2PWorker:
         return "; ".join(differences(self._cache.description, theirs)[:_MAX_DIFFERENCES])
 
     def _answer(self, pair: Pair, ask: Ask) -> None:
-        refused, offer = self._find(ask)
+        refused, offer, is_unlike = self._find(ask)
         if offer is None:
-            pair.send(Told(refused=refused))
+            pair.send(Told(refused=refused, is_unlike=is_unlike))
             return
         with self._reading(offer):
             self._give(pair, ask, offer)
@@ -327,15 +327,18 @@ class P2PWorker:
         cut = (ask.places[end - count : end] for end, count in zip(ends, ask.pieces, strict=True))
         return all(len(set(piece)) == len(piece) for piece in cut)
 
-    def _find(self, ask: Ask) -> tuple[str, _Offer | None]:
-        """Why there is nothing, or the offer."""
+    def _find(self, ask: Ask) -> tuple[str, _Offer | None, bool]:
+        """Why there is nothing, or the offer; and whether it is nothing next time, too."""
         with self._changed:
             self._changed.wait_for(lambda: ask.transfer_id in self._offers or self._closing, _APPEARS)
             offer = self._offers.get(ask.transfer_id)
         if offer is None:
-            return f"it offers no transfer {ask.transfer_id!r} (any more)", None
+            return f"it offers no transfer {ask.transfer_id!r} (any more)", None, False
+        version = offer.wanted.version
+        if offer.wanted.digest != ask.digest and ask.version not in ("", version):
+            return f"its weights are of version {version!r}, yours {ask.version!r}", None, True
         if offer.wanted.digest != ask.digest:
-            return f"transfer {ask.transfer_id!r} is of other tokens, salts or versions of the weights", None
+            return f"transfer {ask.transfer_id!r} is of other tokens, salts or versions of the weights", None, False
         if sum(ask.pieces) != len(ask.places) or min([1, *ask.pieces]) < 1 or not self._has_room(ask):
-            return f"pieces of {ask.pieces[:4]} are no division of {len(ask.places)} blocks", None
-        return "", offer
+            return f"pieces of {ask.pieces[:4]} are no division of {len(ask.places)} blocks", None, False
+        return "", offer, False

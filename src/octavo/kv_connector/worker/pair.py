@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescription
-from octavo.kv_connector.worker.mover import Job
+from octavo.kv_connector.worker.mover import Job, RefusedError
 
 PROTOCOL = 4
 _LENGTH = struct.Struct("<I")
@@ -28,6 +28,10 @@ _POLL_STEP = 0.001  # seconds: poll() rounds up to it
 
 class TransferError(RuntimeError):
     """A peer that fails, or says no."""
+
+
+class UnlikeError(TransferError, RefusedError):
+    """A peer whose blocks mean something else here: it says no, now and later."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +58,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     fetch: str  # all ranks of who goes on ask under this name, and the offer has ended when all of them have
     transfer_id: str
     digest: bytes
+    version: str = ""  # of the weights
     places: list[tuple[int, int]]  # of blocks there: cache group, and place in the request's list
     pieces: list[int]  # how many of them come at a time
     told: bytes = b""  # what the way of the bytes needs to know
@@ -63,6 +68,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     """The answer: bytes follow, unless it says why not."""
 
     refused: str = ""
+    is_unlike: bool = False  # it will be refused next time, too
     lacking: list[int] = []  # which of the places have no block: if Done is the answer, the rest comes
     told: bytes = b""  # what the way of the bytes needs to know
 

@@ -38,6 +38,7 @@ class TransferStats:
     num_load_failures: int = 0  # loads that brought less than they offered
     num_load_misses: int = 0  # loads of which some was not there any more
     num_expired_holds: int = 0  # holds whose transfer did not end in time
+    refusal: str = ""  # why the blocks of a peer could not be taken, when that was found last
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -208,6 +209,7 @@ class Loads:
     def take(self) -> Iterator[Ended]:
         """What has ended, in time or not, of loads."""
         results, now = self.connector.take_results(), self._clock()
+        self.stats.refusal = results.refusal or self.stats.refusal
         for number in results.done:
             self._hide(number, results.partial.get(number, frozenset()))
             yield from self._end(number, None)
