@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,10 @@ def test_rl_s2_a_whole_update_wakes_an_engine_whose_weights_are_gone(
     post(own_server, "/wake_up?tags=weights")
     refused = own_server.post("/v1/completions", BODY)
     assert refused.status == 503 and "discarded at sleep level 2" in refused.json()["error"]["message"]
+    while (told := own_server.get("/ready")).status == 200:
+        time.sleep(0.01)
+    assert told.status == 503 and told.json()["error"]["code"] == "weights_discarded"
+    assert own_server.get("/health").status == 200, "a trainer's loop is there between two updates"
     post(own_server, "/update_weights_from_disk", {"model_path": str(folder)})
     post(own_server, "/wake_up?tags=kv_cache")
     assert ids_of(own_server) == wanted

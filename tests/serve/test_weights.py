@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine_rig import PROMPT, QUICK, params, read, running
+from engine_rig import PROMPT, QUICK, params, read, running, until
+from octavo.frontend.messages import EngineStats
 from octavo.request.outputs import WeightsSpan, join_spans
 from octavo.rl.session import Received, State, Way, WeightConflictError, WeightUpdateError, WeightUpdates
 from octavo.sched.pause import Gate, Standing
@@ -83,10 +84,12 @@ async def _break_and_repair(tmp_path: Path) -> None:
             await engine.update_weights({"update_info": {"path": str(tmp_path)}})
         with pytest.raises(EngineHaltedError, match="an update had overwritten some weights when it failed"):
             engine.generate("a", PROMPT, params(max_tokens=2))
+        await until(lambda: not engine.ready, 5)
         save_file(weights, tmp_path / "model.safetensors")
         await engine.start_weight_update()
         await engine.update_weights({"update_info": {"path": str(tmp_path)}})
         await engine.finish_weight_update()
+        assert engine.ready
         tokens, _ = await asyncio.wait_for(read(engine.generate("b", PROMPT, params(max_tokens=2))), patient(30))
         assert len(tokens) == 2
 
@@ -115,6 +118,7 @@ async def _go_silent(tmp_path: Path) -> None:
             _, output = await asyncio.wait_for(read(stream), patient(30))
             assert output.outputs[0].stop_reason == "weights_broken"
         assert engine.stats["num_restarts"] == 0
+        await until(lambda: not engine.ready, 5)
         state = await engine.weight_state()
         assert state["state"] == "ready" and "nothing was heard of it for" in state["lost_because"]
         await engine.start_weight_update()
@@ -134,6 +138,7 @@ async def _arrive_late() -> None:
         await engine.control.sleep(2)
         await engine.control.wake_up()
         engine.control.last = Standing()  # the front end's, a message earlier
+        engine.weights.heard(EngineStats())
         _, output = await asyncio.wait_for(read(engine.generate("a", PROMPT, params(max_tokens=2))), patient(30))
         (told,) = output.outputs
         assert (told.finish_reason, told.stop_reason) == ("error", "weights_discarded")

@@ -85,6 +85,7 @@ class InProcessClient:
             num_recomputed_at_update=updates.num_recomputed,
             num_aborted_at_update=updates.num_aborted,
             weights_version=self.core.weights.version,
+            weights_lost_because=self.core.gate.lost_because,
             num_loading=stats.num_loading,
             num_matched_tokens=stats.num_matched_tokens,
             num_loaded_tokens=stats.num_loaded_tokens,

@@ -123,6 +123,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_recomputed_at_update: int = 0
     num_aborted_at_update: int = 0
     weights_version: str = ""
+    weights_lost_because: str = ""  # "": they are whole, or about to be changed
     num_drafts: int = 0  # rows' steps that verified drafts
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

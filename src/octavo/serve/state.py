@@ -120,10 +120,14 @@ class ServeState:
         if self.engine.state != "ready":
             raise not_ready(self.engine.state)
 
-    def check_weights(self) -> None:
-        """Raise ApiError, 503, where weights went away with their engine: nothing is generated until others come."""
+    def check_weights(self, *, whole: bool) -> None:
+        """Raise ApiError, 503, where weights went away with their engine: nothing is generated until others come.
+
+        whole: also where the engine that is there has discarded them, or half overwritten, as a trainer's loop may.
+        """
+        weights = self.engine.weights
         try:
-            self.engine.weights.check()
+            (weights.check if whole else weights.check_lost)()
         except EngineHaltedError as error:
             raise ApiError(503, error.code, str(error)) from None
 

@@ -242,7 +242,7 @@ class AsyncEngine(AsyncWeightMethods):
     def ready(self) -> bool:
         """Whether requests are taken, and the engine was heard of within the last second."""
         is_heard = self.last_heartbeat_age <= READY_HEARTBEAT_SECONDS
-        return self.state == "ready" and is_heard and not self.weights.lost_version
+        return self.state == "ready" and is_heard and self.weights.are_whole
 
     @property
     def last_heartbeat_age(self) -> float:
@@ -279,7 +279,7 @@ class AsyncEngine(AsyncWeightMethods):
             known[f"weight_bytes_by_{backend}"], known[f"weight_seconds_by_{backend}"] = num_bytes, seconds
         for place, count in enumerate(known.pop("accepted_per_position")):
             known[f"num_accepted_at_{place}"] = count
-        known.pop("weights_version")
+        del known["weights_version"], known["weights_lost_because"]
         known |= self.weights.figures()
         known["num_requests"] = len(self._streams)
         known["num_queued"] = self._num_queued

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 
 from octavo.frontend.messages import EngineStats
+from octavo.request.outputs import WEIGHTS_DISCARDED
 from octavo.serve.engine.refusals import EngineDeadError, EngineHaltedError, WeightsLostError, lost_weights
 
 _LOG = logging.getLogger(__name__)
@@ -48,10 +49,21 @@ class GivenWeights:
             _LOG.error("%s; requests are refused until then", lost_weights(self.lost_version))
         self._at_checkpoint = 0
 
-    def check(self) -> None:
-        """Raise EngineHaltedError where weights are lost."""
+    @property
+    def are_whole(self) -> bool:
+        """Whether the engine that is there has weights to serve, as of its last heartbeat."""
+        return not (self.lost_version or self._told.weights_lost_because)
+
+    def check_lost(self) -> None:
+        """Raise EngineHaltedError where weights went away with their engine."""
         if self.lost_version:
             raise EngineHaltedError(lost_weights(self.lost_version), LOST)
+
+    def check(self) -> None:
+        """The same; and where they were discarded, or half overwritten, within the engine that is there."""
+        self.check_lost()
+        if self._told.weights_lost_because:
+            raise EngineHaltedError(self._told.weights_lost_because, WEIGHTS_DISCARDED)
 
     def failure(self, reason: str, *, final: bool) -> EngineDeadError:
         """What a stream ends with whose engine has gone. final: there is no other one."""

@@ -40,7 +40,7 @@ def _card(state: ServeState, name: str) -> ModelCard:
 
 async def health(state: ServeState, exchange: Exchange) -> None:
     """GET /health: 200 while the engine is heard, its steps follow each other and its weights are not lost."""
-    state.check_weights()
+    state.check_weights(whole=False)
     if not state.healthy:
         raise not_ready(state.engine.state)
     await exchange.reply(200, b"")
@@ -48,7 +48,7 @@ async def health(state: ServeState, exchange: Exchange) -> None:
 
 async def ready(state: ServeState, exchange: Exchange) -> None:
     """GET /ready: 200 while requests are taken."""
-    state.check_weights()
+    state.check_weights(whole=True)
     if not state.engine.ready:
         raise not_ready(state.engine.state)
     await exchange.reply_json({"status": "ready"})
