@@ -23,7 +23,7 @@ def test_one_kind_is_told_at_once_then_once_in_a_period_with_how_many_there_were
     assert caplog.records[2].message == "kv_connector there: read 7 (4 more like it since the last such line)"
     troubles.tell("read OSError /a/b8", "read 8")
     troubles.close()
-    assert caplog.records[3].message == "kv_connector there: read 8 (1 more like it since the last such line)"
+    assert caplog.records[3].message == "kv_connector there: read 7 (1 more like it since the last such line)"
     assert len(caplog.records) == 4 and troubles.num == 8
 
 

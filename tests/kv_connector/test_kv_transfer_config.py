@@ -28,6 +28,7 @@ def read(**changes: object) -> object:
         ({"kv_connector": ...}, "kv_connector='': must name a connector"),
         ({"kv_role": ...}, "kv_role=None: must be one of kv_producer, kv_consumer, kv_both"),
         ({"kv_role": "both"}, "kv_role='both': must be one of"),
+        ({"kv_connector": "P2pNcclConnector", EXTRA: {"proxy_ip": "::1"}}, "proxy_ip='::1': belongs to vLLM's proxy"),
         ({"kv_buffer_size": 1.5}, "kv_buffer_size=1.5: must be a whole number at least 0"),
         ({"kv_buffer_size": "much"}, "kv_buffer_size='much': must be a whole number"),
         ({"kv_buffer_size": "1e999"}, "kv_buffer_size='1e999': must be a whole number"),

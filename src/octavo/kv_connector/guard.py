@@ -8,7 +8,9 @@ still touch is not given to anybody.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
+import numbers
 import os
 import re
 import threading
@@ -27,6 +29,7 @@ _T = TypeVar("_T")
 _PARTICULAR = re.compile(r"'[^']*'|\S*[/0-9]\S*")
 _MAX_KINDS = 256  # that are remembered
 PERIOD = 60.0  # seconds
+_FAILED: Any = object()  # what is said in place of an answer
 RAISED = (Exception, SystemExit)  # sys.exit() of a library is no wish of the user's
 
 
@@ -35,6 +38,10 @@ def describe(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300] + place
+
+
+def _line(place: str, error: BaseException) -> str:
+    return f"{place}: {describe(error)}"
 
 
 def made(name: str, make: Callable[[], _T]) -> _T:
@@ -56,27 +63,28 @@ class Troubles:
         self.name, self._period, self._clock = name, period, clock
         self._lock = threading.Lock()
         self._num = 0
-        self._told: dict[str, tuple[float, int, str]] = {}  # kind -> when, how many since, the last one's text
+        self._told: dict[str, tuple[float, int, str]] = {}  # kind -> when, how many since, what was logged
 
     @property
     def num(self) -> int:
         """That were told, or counted, since the start."""
         return self._num
 
-    def tell(self, kind: str, text: str) -> None:
+    def tell(self, kind: str, text: str | Callable[[], str]) -> None:
         """Log a line, or count it where one of its kind was logged less than a period ago.
 
-        kind: words, of which numbers, names in quotes and paths do not count.
+        kind: words, of which numbers, names in quotes and paths do not count. text: asked for if it is logged.
         """
         kind = _PARTICULAR.sub("", kind)
         now = self._clock()
         with self._lock:
             self._num += 1
-            when, count, _ = self._told.get(kind, (now - self._period, 0, ""))
+            when, count, last = self._told.get(kind, (now - self._period, 0, ""))
             if now - when < self._period:
-                self._told[kind] = when, count + 1, text
+                self._told[kind] = when, count + 1, last
                 return
-            self._told[kind] = now, 0, ""
+            text = text if isinstance(text, str) else text()
+            self._told[kind] = now, 0, text
             while len(self._told) > _MAX_KINDS:
                 del self._told[next(iter(self._told))]
         self._log(text, count)
@@ -104,46 +112,47 @@ class Guarded:
         self.has_own_names, self.offers = bool(inner.has_own_names), bool(inner.offers)
         self._lost: set[int] = set()  # loads that could not begin
 
-    def _ask(self, name: str, *args: Any, otherwise: _T, kind: type | tuple[type, ...], **named: Any) -> _T:
+    def _ask(self, name: str, *args: Any, otherwise: _T, kind: type | tuple[type, ...] = object, **named: Any) -> _T:
         """What the method says; `otherwise` where it raises, or says what it may not."""
         try:
             said = getattr(self._inner, name)(*args, **named)
             if not isinstance(said, kind):
                 raise TypeError(f"it answered {said!r}"[:100])
         except RAISED as error:
-            self._troubles.tell(f"{name} {error!r}", f"{self._troubles.name}.{name}: {describe(error)}")
+            place = f"{self._troubles.name}.{name}"
+            self._troubles.tell(f"{name} {error!r}", functools.partial(_line, place, error))
             return otherwise
         return cast(_T, said)
 
     def match(self, request: Request, num_local: int) -> int | Later:
         """See Connector."""
-        found: int | Later = self._ask("match", request, num_local, otherwise=0, kind=(int, Later))
-        return found if isinstance(found, Later) else max(found, 0)
+        found: int | Later = self._ask("match", request, num_local, otherwise=0, kind=(numbers.Integral, Later))
+        return found if isinstance(found, Later) else max(int(found), 0)
 
     def shorter(self, request: Request, num_local: int, end: int) -> int:
         """See Connector."""
-        return self._ask("shorter", request, num_local, end, otherwise=num_local, kind=int)
+        return int(self._ask("shorter", request, num_local, end, otherwise=num_local, kind=numbers.Integral))
 
     def allocated(self, load: Transfer) -> None:
         """See Connector. A load that cannot begin has failed, once nothing of it goes on."""
-        if self._ask("allocated", load, otherwise=False, kind=type(None)) is False and self._is_over(load.number):
+        if self._ask("allocated", load, otherwise=_FAILED) is _FAILED and self._is_over(load.number):
             self._lost.add(load.number)
 
     def loads_no_more(self, request: Request) -> None:
         """See Connector."""
-        self._ask("loads_no_more", request, otherwise=None, kind=type(None))
+        self._ask("loads_no_more", request, otherwise=None)
 
     def release(self, transfer_ids: Sequence[str]) -> int:
         """See Connector."""
-        return self._ask("release", transfer_ids, otherwise=0, kind=int)
+        return int(self._ask("release", transfer_ids, otherwise=0, kind=numbers.Integral))
 
     def _is_over(self, number: int) -> bool:
-        return self._ask("cancel", number, force=True, otherwise=False, kind=bool)
+        return bool(self._ask("cancel", number, force=True, otherwise=False))
 
     def _save(self, name: str, save: Transfer) -> bool:
         """Whether it is kept: what was begun before an error may read the blocks until it is cancelled."""
-        said = self._ask(name, save, otherwise=None, kind=bool)
-        return not self._is_over(save.number) if said is None else said
+        said = self._ask(name, save, otherwise=_FAILED)
+        return not self._is_over(save.number) if said is _FAILED else bool(said)
 
     def computed(self, save: Transfer) -> bool:
         """See Connector."""
@@ -162,7 +171,7 @@ class Guarded:
         if number in self._lost:
             self._lost.discard(number)
             return True
-        return self._ask("cancel", number, force=force, otherwise=False, kind=bool)
+        return bool(self._ask("cancel", number, force=force, otherwise=False))
 
     def take_results(self) -> TransferResults:
         """See Connector."""
@@ -174,12 +183,12 @@ class Guarded:
 
     def wait(self, seconds: float) -> None:
         """See Connector."""
-        if not self._lost:
-            self._ask("wait", seconds, otherwise=None, kind=type(None))
+        if not self._lost and self._ask("wait", seconds, otherwise=_FAILED) is _FAILED:
+            time.sleep(seconds)  # whoever waits asks again at once
 
     def reset(self) -> bool:
         """See Connector."""
-        return self._ask("reset", otherwise=False, kind=bool)
+        return bool(self._ask("reset", otherwise=False))
 
     def stats(self) -> ConnectorStats:
         """See Connector."""
@@ -188,5 +197,5 @@ class Guarded:
 
     def close(self) -> None:
         """See Connector."""
-        self._ask("close", otherwise=None, kind=type(None))
+        self._ask("close", otherwise=None)
         self._troubles.close()

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _MAX_EARLY = 1 << 12  # transfer ids that are released before they are on offer
 _REMOTE = ("remote_host", "remote_port", "transfer_id", "remote_num_tokens")
+# of vLLM's P2pNcclConnector
+_VLLMS = ("proxy_ip", "proxy_port", "http_port", "send_type", "nccl_num_channels", "mem_pool_size_gb")
 _ADDRESSES = "remote_addresses"  # of an engine of several ranks, beside the first one's
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
@@ -52,6 +54,9 @@ class P2P:
     def __init__(self, transfer: KVTransferConfig) -> None:
         """See Kind."""
         extra = Extra(transfer.extra)
+        for key in filter(transfer.extra.__contains__, _VLLMS):
+            limit = "belongs to vLLM's proxy and buffers; `octavo router` names the engines to each other"
+            raise refuse(f"{EXTRA}.{key}", transfer.extra[key], limit, "drop it")
         extra.check_keys(self.keys)
         if transfer.produces and _is_every_address(transfer.kv_ip):
             limit = "is told to peers, who cannot reach that"

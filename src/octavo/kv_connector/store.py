@@ -7,6 +7,7 @@ what `get` gives for a key is used only if it is, bit for bit, what was `put` un
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -90,9 +91,11 @@ class _StoreIndex(Index):
         try:
             return bool(self._store.has(key.hex()))
         except RAISED as error:
-            text = f"{self._troubles.name}.has is taken for a miss: {describe(error)}"
-            self._troubles.tell(f"{type(error).__name__} {error}", text)
+            self._troubles.tell(f"has {error!r}", functools.partial(self._miss, error))
             return False
+
+    def _miss(self, error: BaseException) -> str:
+        return f"{self._troubles.name}.has is taken for a miss: {describe(error)}"
 
     def order_load(self, number: int, pairs: Sequence[Pair]) -> tuple[Order | None, list[int]]:
         blocks, keys = [pair.block for pair in pairs], [pair.key for pair in pairs]
