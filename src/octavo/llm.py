@@ -270,15 +270,16 @@ class LLM(WeightMethods):
         """Whether `pause_generation` is in force."""
         return self._control.standing.paused
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+    def sleep(self, level: int = 1, mode: str = "abort", tags: Sequence[str] | None = None) -> None:
         """Stop, and give memory back: level 0 none, 1 the cache's, 2 the weights' too, whose values are lost.
 
         On a GPU it goes with `enable_sleep_mode` alone; at level 1 weights then go too, and come back from the host's
-        memory. mode: as `pause_generation` has it. After level 2 nothing is generated before a whole set of weights was
-        sent. Raises WrongStateError for a lighter level than the engine sleeps at, and where the host has no room;
-        ValueError for levels 1 and 2 of an engine on a GPU that was started without that.
+        memory. mode: as `pause_generation` has it. tags: of "weights" and "kv_cache" those that alone go; None: both.
+        After level 2 nothing is generated before a whole set of weights was sent. Raises WrongStateError for a lighter
+        level than the engine sleeps at, and where the host has no room; ValueError for levels 1 and 2 of an engine on a
+        GPU that was started without that.
         """
-        self._control.sleep(level, mode)
+        self._control.sleep(level, mode, tags)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """Take memory again: "weights", "kv_cache", "scheduling", None: all. Whether everything is awake.

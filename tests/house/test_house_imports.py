@@ -88,7 +88,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     # a worker's end of a transport; files are read as the loader reads them
     # a trainer's end: the same rules, buffers and groups, and no engine; copies that no other thread is waited for in
-    "rl.sender": ({"rl.session", "rl.plan", "rl.transport", "ops.copying"}, {"torch"}),
+    # it writes the files that the other end reads
+    "rl.sender": ({"rl.session", "rl.plan", "rl.transport", "ops.copying"}, {"torch", "safetensors"}),
     "rl.transport": ({"rl.session", "rl.plan", "checkpoint"}, {"torch"}),
     "worker.executor": ({"words"}, {"msgspec"}),  # all that an engine's loop knows of workers, and without torch
     "worker.facts": ({"words", "cache"}, set()),

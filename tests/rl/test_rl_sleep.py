@@ -22,6 +22,7 @@ from octavo.device import sleep
 from octavo.frontend.control import WrongStateError
 from octavo.kv_connector.mooncake import Mooncake
 from octavo.kv_connector.p2p import Nixl
+from octavo.request.sampling_params import ParameterError
 from octavo.rl import Sender, WeightSource
 from octavo.rl.session import WeightConflictError
 from patience import patient
@@ -114,6 +115,23 @@ def test_rl_s3_sleep_changes_no_bit(awake: Engine, said: Any, mode: str) -> None
         assert llm.wake_up(["kv_cache"]) and llm.wake_up()
         awake.check(awake.whole)
         assert answers(llm) == said
+
+
+def test_rl_s1_tags_of_a_sleep_name_what_alone_goes(awake: Engine, said: Any) -> None:
+    """From Python as over HTTP, with the same checks."""
+    llm = awake.llm
+    llm.sleep(1, "keep", ["kv_cache"])
+    awake.check(awake.weights)
+    llm.sleep(1, tags=["weights"])
+    awake.check(0)
+    assert llm.wake_up(tags=["weights", "kv_cache"]) and answers(llm) == said
+    llm.sleep(2, tags=["kv_cache"])
+    awake.check(awake.weights)
+    assert not llm.engine.core.gate.lost and llm.wake_up() and answers(llm) == said
+    for wrong in ("weights", ["gpu"], [3], 3):
+        with pytest.raises(ParameterError, match=r"^tags: "):
+            llm.sleep(1, tags=wrong)  # type: ignore[arg-type]
+    assert not llm.is_sleeping()
 
 
 def test_rl_s4_a_trainer_has_the_memory_meanwhile(awake: Engine, said: Any) -> None:

@@ -15,6 +15,7 @@ from octavo import LLM
 from octavo.frontend.control import SOME_TAGS
 from octavo.request.sampling_params import ParameterError
 from octavo.rl import Sender, WeightSource
+from octavo.rl import sender as sender_module
 from octavo.rl.session import WeightUpdateError
 from weights_rig import Weights, answers, small_weights
 
@@ -126,3 +127,50 @@ def test_a_sleep_and_a_pause_say_what_they_were_given(llm: LLM) -> None:
     ):
         with pytest.raises(ParameterError, match=f"^{re.escape(words)}$"):
             call()
+
+
+def test_a_sender_by_files_leaves_the_bits_and_no_files(
+    llm: LLM, sets: tuple[Path, list[Weights]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several files, of which each is gone once it is read; what is refused leaves none behind either."""
+    Sender(llm, "local").send(WeightSource(sets[1][1]), "1")
+    wanted = answers(llm)
+    Sender(llm, "local").send(WeightSource(sets[1][2]), "2")
+    assert answers(llm) != wanted
+    monkeypatch.setattr(sender_module, "BUFFER_BYTES", 1 << 13)
+    sender, paths = Sender(llm, "disk", folder=tmp_path), []
+    tell = llm.update_weights
+
+    def listen(told: dict[str, Any]) -> dict[str, Any]:
+        paths.extend([told["update_info"]["path"]] if "path" in told["update_info"] else [])
+        return tell(told)
+
+    monkeypatch.setattr(llm, "update_weights", listen)
+    for source in (WeightSource(sets[1][1]), iter(sets[1][1].items())):
+        sender.send(source, "3")
+        assert answers(llm) == wanted and len(paths) > 2 and not list(tmp_path.iterdir())
+        Sender(llm, "local").send(WeightSource(sets[1][2]), "4")
+    assert all(Path(path).parent == tmp_path for path in paths) and len(set(paths)) == len(paths)
+    with pytest.raises(WeightUpdateError, match="NaN or Inf"):
+        sender.send(WeightSource({name: torch.full_like(t, float("nan")) for name, t in sets[1][1].items()}))
+    assert not list(tmp_path.iterdir()) and llm.get_weight_version() == "4"
+
+
+@pytest.mark.parametrize(
+    ("backend", "folder", "words"),
+    [
+        ("disk", None, r"^folder: backend 'disk' needs one that the engine reads under the same path$"),
+        ("disk", "/nowhere/at/all", r"^folder: '/nowhere/at/all' is no folder"),
+        ("shm", "/tmp", r"^folder: is for backend 'disk', and this is 'shm'$"),
+        ("x", None, r"unknown backend 'x' of a sender: known are local, disk, shm, gloo, nccl, ipc"),
+    ],
+)
+def test_a_sender_says_what_its_backend_needs(backend: str, folder: str | None, words: str) -> None:
+    with pytest.raises(WeightUpdateError, match=words):
+        Sender("http://127.0.0.1:1", backend, folder=folder)
+
+
+def test_a_senders_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_ADMIN_KEY", "from the environment")
+    assert Sender("http://127.0.0.1:1")._engine._key == "from the environment"
+    assert Sender("http://127.0.0.1:1", admin_key="given")._engine._key == "given"

@@ -51,9 +51,9 @@ class Control:
         """Undo a pause."""
         self._shared.ask("resume")
 
-    def sleep(self, level: object, mode: object) -> None:
+    def sleep(self, level: object, mode: object, tags: Sequence[str] | None = None) -> None:
         """See LLM.sleep."""
-        order, mode = SleepOrder(level=check_level(level)), check_mode(mode)
+        order, mode = SleepOrder(level=check_level(level), tags=check_tags(tags)), check_mode(mode)
         before = self._shared.ask("check_sleep", order)
         self.pause(mode, clear_cache=None)
         self._shared.ask("sleep", msgspec.structs.replace(order, ends_pause=not before.paused))

@@ -16,12 +16,15 @@ import json
 import os
 import secrets
 import select
+import shutil
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -36,7 +39,7 @@ from octavo.rl.transport.local import Handed
 from octavo.rl.transport.nccl import make_nccl
 from octavo.rl.transport.shm import FOLDER, PREFIX
 
-_BACKENDS = ("local", "shm", "gloo", "nccl", "ipc")
+_BACKENDS = ("local", "disk", "shm", "gloo", "nccl", "ipc")
 _GLOO_AHEAD = 2  # of them, on their way while the next one is gathered
 _GLOO_BYTES = 4 << 20  # of a buffer that is gathered, sent and taken in from a processor's cache
 
@@ -130,14 +133,19 @@ class Sender:
         admin_key: str | None = None,
         address: str = "127.0.0.1",
         num_workers: int = 1,
+        folder: str | os.PathLike[str] | None = None,
     ) -> None:
         """`engine`: an LLM, or the address of `octavo serve`. backend: "local" (the LLM's process), "shm", "gloo", ...
 
-        address: of this process, as the engine reaches it. num_workers: of the engine.
+        admin_key: of that server; None: OCTAVO_ADMIN_KEY, if it is set. address: of this process, as the engine
+        reaches it. num_workers: of the engine. folder: of "disk", where files lie until they are read, for both ends
+        under one path. Raises WeightUpdateError.
         """
         if backend not in _BACKENDS:
             raise WeightUpdateError(f"unknown backend {backend!r} of a sender: known are {', '.join(_BACKENDS)}")
-        self._engine = _Server(engine, admin_key, timeout) if isinstance(engine, str) else engine
+        self._folder = _folder_of(backend, folder)
+        key = admin_key or os.environ.get("OCTAVO_ADMIN_KEY")
+        self._engine = _Server(engine, key, timeout) if isinstance(engine, str) else engine
         self._backend, self._timeout = backend, timeout
         self._address, self._size = address, num_workers + 1
         self._group: Group | None = None
@@ -229,6 +237,18 @@ class Sender:
             with Handed({each.name: source.gather(each.name) for each in part}) as update_info:
                 self._update({"update_info": update_info})
 
+    def _send_disk(self, source: WeightSource) -> None:
+        for part in buffers(source.incoming, BUFFER_BYTES):
+            path = self._folder / f"{PREFIX}{secrets.token_hex(16)}"
+            path.mkdir()
+            try:
+                tensors = {each.name: source.gather(each.name).cpu() for each in part}
+                save_file(tensors, path / "model.safetensors")
+                del tensors
+                self._update({"update_info": {"path": str(path)}})
+            finally:
+                shutil.rmtree(path, ignore_errors=True)
+
     def _send_shm(self, source: WeightSource) -> None:
         for part in buffers(source.incoming, BUFFER_BYTES):
             name = f"{PREFIX}{secrets.token_hex(16)}"
@@ -247,6 +267,18 @@ class Sender:
             buffer = _packed(source, part, "cuda")
             torch.cuda.current_stream().synchronize()
             self._update({"update_info": {**told(part), "ipc_handle": handle_of(buffer)}})
+
+
+def _folder_of(backend: str, folder: str | os.PathLike[str] | None) -> Path:
+    """Where a sender by files puts them. Raises WeightUpdateError."""
+    if backend != "disk" and folder is not None:
+        raise WeightUpdateError(f"folder: is for backend 'disk', and this is {backend!r}")
+    if backend == "disk" and folder is None:
+        raise WeightUpdateError("folder: backend 'disk' needs one that the engine reads under the same path")
+    path = Path(folder or ".").absolute()
+    if not path.is_dir():
+        raise WeightUpdateError(f"folder: {str(path)[:200]!r} is no folder")
+    return path
 
 
 def _sources(source: WeightSource | Iterable[tuple[str, torch.Tensor]]) -> Iterator[WeightSource]:

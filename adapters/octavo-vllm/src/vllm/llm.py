@@ -66,10 +66,10 @@ class LLM(octavo.LLM):
         self._finish()
         return super().wake_up(tags)
 
-    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+    def sleep(self, level: int = 1, mode: str = "abort", tags: Sequence[str] | None = None) -> None:
         """See octavo.LLM."""
         self._finish()
-        super().sleep(level, mode)
+        super().sleep(level, mode, tags)
 
     @property
     def is_whole(self) -> bool:
