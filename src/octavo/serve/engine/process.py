@@ -158,7 +158,8 @@ class EngineProcess:
         idle = False
         while not self._stopping:
             self._wake.clear()
-            self._look_after(core)
+            if core.weights.moves.is_busy or core.weights.is_open or self._withdrawn:
+                self._look_after(core)
             if not (core.has_unfinished or self._calls):
                 if not idle:
                     idle = True
