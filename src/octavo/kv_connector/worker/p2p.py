@@ -187,8 +187,9 @@ class P2PWorker:
             pair.close()
         with self._changed:
             self._changed.notify_all()
+        until = time.monotonic() + self._timeout
         for thread in self._threads:  # a process group that outlives the interpreter would end it by abort()
-            thread.join(self._timeout)
+            thread.join(max(until - time.monotonic(), 0))
         self._releases.close()
         self._mover.close()
         self._way.close()
