@@ -133,8 +133,9 @@ def test_P_3_what_is_released_while_it_is_read_is_read_to_the_end(make_llm: Make
     released(first, second)
 
 
-def test_P_3_a_peer_that_goes_away_over_its_fetch_leaves_no_blocks_on_offer(make_llm: Make):
+def test_P_3_a_peer_that_goes_away_over_its_fetch_leaves_no_blocks_on_offer(make_llm: Make, monkeypatch):
     """It asks for blocks and dies: as by kill -9, its connection ends and no word comes."""
+    monkeypatch.setattr("octavo.kv_connector.worker.p2p._APPEARS", 0.1)
     first, second = sides(make_llm, "p2p")
     (said,) = prefill(first, PROMPTS[:1])
     worker = first.engine.core._executor._worker._connector
@@ -173,3 +174,16 @@ def test_P_a_sleep_waits_for_no_offer_that_is_released(make_llm: Make):
         first.sleep(level=2, mode="keep")
     assert first.engine.scheduler.loads.connector.release([said["transfer_id"]]) == 1
     first.sleep(level=2, mode="keep")
+
+
+def test_P_weights_of_another_version_are_refused_by_both_values(make_llm: Make, caplog):
+    first, second = sides(make_llm, "p2p")
+    expected = bits(make_llm(max_model_len=512).generate(PROMPTS[:1], PARAMS))
+    own = second.engine.scheduler.kv.identity.weights_version
+    second.engine.scheduler.set_weights_version("7")
+    (said,) = prefill(first, PROMPTS[:1])
+    with stepping(first):
+        assert bits(second.generate(PROMPTS[:1], with_transfer(PARAMS, said))) == expected
+    text = f"its weights are of version {own!r}, yours '7'"
+    assert text in caplog.text and second.engine.scheduler.stats().refusal.endswith(text)
+    released(first, second)

@@ -46,7 +46,7 @@ class Process:
             response = connection.getresponse()
             data = response.read()
             is_json = response.getheader("content-type", "").startswith("application/json")
-            return response.status, json.loads(data) if is_json else data.decode()
+            return response.status, json.loads(data) if is_json and data else data.decode()
 
     def wait(self, path: str = "/ready", timeout: float = 60.0) -> None:
         deadline = time.monotonic() + patient(timeout)

@@ -174,6 +174,7 @@ def test_P_a_router_answers_what_one_server_answers(trio):
             assert routed.get(name) == alone[1].get(name), path
     for path in ("/models", "/v1/models/", "/v1/models/octavo-tiny", "/version", "/", "/tokenizer_info"):
         assert router.ask("GET", path)[0] == second.ask("GET", path)[0], path
+    assert router.ask("HEAD", "/v1/models")[0] == second.ask("HEAD", "/v1/models")[0] == 200
     assert router.ask("GET", "/v1/completions")[0] == second.ask("GET", "/v1/completions")[0] == 405
     assert router.ask("POST", "/sleep", {})[0] == 404, "what changes an engine is asked of that engine"
 

@@ -33,7 +33,7 @@ class Fake(ThreadingHTTPServer):
     def __init__(self, answer: Callable[[_Handler, dict[str, Any]], None]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answer, self.asked = answer, list[dict[str, Any]]()
-        self.released = list[str]()  # transfer ids
+        self.released, self.keys = list[str](), list[str | None]()  # transfer ids, and who let them in
         self.standing = {"num_load_failures": 0, "refusal": ""}
         self.goes_on = threading.Event()
         self.goes_on.set()
@@ -57,6 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/kv_transfer/release":
             self.server.goes_on.wait()
             self.server.released += body["transfer_ids"]
+            self.server.keys.append(self.headers.get("authorization"))
             self.reply(200, {"released": len(body["transfer_ids"])})
             return
         self.server.asked.append(body)
@@ -301,9 +302,14 @@ def test_P_D_6_offers_for_a_client_that_has_gone_are_released(routed):
         server.answer = functools.partial(lambda *args: waits(*args[2:], *args[:2]), reached, goes_on)
         with socket.create_connection(("127.0.0.1", router.port)) as sock:
             body = b'{"prompt": "p"}'
-            sock.sendall(b"POST /completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            sock.sendall(
+                b"POST /completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer k\r\ncontent-length: %d\r\n\r\n"
+                % len(body)
+                + body
+            )
             assert reached.wait(patient(20))
         told_of(first, count)
+        assert set(first.keys) == {"Bearer k"}, "the one who asked is who releases"
         server.answer = answer
         goes_on.set()
 

@@ -124,14 +124,18 @@ class Line:
 class Response:
     """What a server answers: status and headers, then `pieces`."""
 
-    def __init__(self, line: Line, status: int, headers: list[tuple[bytes, bytes]], timeout: float) -> None:
-        """timeout: seconds that a piece may take."""
+    def __init__(
+        self, line: Line, status: int, headers: list[tuple[bytes, bytes]], timeout: float, *, has_body: bool = True
+    ) -> None:
+        """timeout: seconds that a piece may take. has_body: something follows the head."""
         self.status, self.headers = status, headers
         self._line, self._timeout = line, timeout
         known = dict(headers)
         self.is_stream = known.get(b"content-type", b"").lower().startswith(b"text/event-stream")
         self._chunked = known.get(b"transfer-encoding", b"").lower() == b"chunked"
         self._length = int(known[b"content-length"]) if b"content-length" in known else None
+        if not has_body:  # whatever the head says of its length
+            self._chunked, self._length, self.is_stream = False, 0, False
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """The body as it comes. Raises UpstreamError."""
@@ -201,9 +205,8 @@ async def send(
         head = await line.within(line.reader.readuntil(b"\r\n\r\n"), timeout)
         status, *rest = head[:-4].split(b"\r\n")
         pairs = [each.partition(b":")[::2] for each in rest]
-        return Response(
-            line, int(status.split()[1]), [(name.strip().lower(), value.strip()) for name, value in pairs], timeout
-        )
+        said_back = [(name.strip().lower(), value.strip()) for name, value in pairs]
+        return Response(line, int(status.split()[1]), said_back, timeout, has_body=method != "HEAD")
     except BaseException as error:
         line.close()
         if isinstance(error, ValueError | IndexError | asyncio.LimitOverrunError):

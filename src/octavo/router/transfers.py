@@ -26,7 +26,7 @@ _MAX_SECONDS = 60.0  # in which a server is told
 _EVERY = 1.0  # seconds between two questions to a server
 _MAX_IDS = 4096  # that a server takes at once
 _MAX_WARNED = 1024  # refusals that are remembered
-_KEYS = (b"authorization", b"x-api-key", b"api-key")  # a server lets in who has brought the request
+_KEYS = (b"authorization", b"x-api-key")  # a server lets in who has brought the request
 Headers = Sequence[tuple[bytes, bytes]]
 
 
