@@ -144,3 +144,24 @@ def test_C_8_what_is_named_by_the_token_behind_it_is_offered_when_that_is_known(
     driver.add(again)
     driver.run()
     driver.audit_idle()
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_C_8_what_a_held_row_computes_again_under_new_weights_is_not_saved_as_the_old_ones(caching):
+    """Its mask comes late, and between its two tries the weights change: the old K and V are being saved by then."""
+    driver, connector = drive(enable_prefix_caching=caching)
+    held, other = make_request(6 * BLOCK, 8), make_request(6 * BLOCK + 1, 8)
+    driver.add(held, other)
+    driver.worker.hold_next = 1
+    driver.step()
+    driver.scheduler.take_loads()
+    assert {(save.request, save.end) for save in connector.begun.values()} == {(held, 24), (other, 24)}
+    driver.worker.version += 1
+    driver.scheduler.set_weights_version("1", keep_kv=True)
+    driver.step()
+    for number in list(connector.begun):
+        connector.arrive(number)
+    connector.hurries = True
+    driver.run()
+    assert (held.num_preemptions, other.num_preemptions) == (1, 0), "who computes nothing twice goes on"
+    driver.audit_idle()

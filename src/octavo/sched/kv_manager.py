@@ -270,6 +270,10 @@ class KVManager:
         """Whether the blocks of an admitted request are all made with the weights of now."""
         return self._entries[request.request_id].num_published < _NEVER
 
+    def num_published(self, request: Request) -> int:
+        """Leading tokens of an admitted request that hashes find; 0 once its weights are not those of now."""
+        return self._entries[request.request_id].num_published * self.block_size if self.is_current(request) else 0
+
     def readers(self, request: Request, first: int, others: Iterable[Request]) -> list[Request]:
         """Who found content of the chain of `request` behind its token `first`: of those with blocks, and of `others`.
 

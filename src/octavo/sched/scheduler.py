@@ -181,7 +181,8 @@ class Scheduler:
         """Plans from now on run with other weights: what was cached under the old ones is found under them alone.
 
         Running requests are computed again, with their tokens; or with `keep_kv` they go on with blocks of both
-        weights, of which none is ever found. Loads of old bytes are given up.
+        weights, of which none is ever found. A row that was held is computed again in any case: its last token's K and
+        V, which it stores anew, may have been found, or are being saved. Loads of old bytes are given up.
         """
         if version == self.kv.identity.weights_version:
             return
@@ -189,6 +190,11 @@ class Scheduler:
             for row in issued.plan.rows.tolist():
                 request = issued.left.get(row) or self._running.owners[row]
                 self.kv.unpublish(request, num_proven(request, row, self._outstanding.values()))
+                if keep_kv:
+                    self.loads.distrust(request)
+        for request in reversed(self.running[:]) if keep_kv else ():
+            if max(self.kv.num_published(request), self.loads.num_offered(request)) > request.num_computed:
+                self._preempt(request)
         self.kv.set_weights_version(version)
         self.recompute(running=not keep_kv)
         for request in self.waiting:

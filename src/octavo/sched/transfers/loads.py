@@ -184,6 +184,10 @@ class Loads:
             if self._kv.is_current(request):
                 self._save(request, start, end, after)
 
+    def num_offered(self, request: Request) -> int:
+        """Leading tokens that saves of a running request were for."""
+        return self._saves.num_offered(request)
+
     def _save(self, request: Request, start: int, end: int, after: int) -> None:
         transfer, until = self._transfer(request, start, end), self._clock() + self._timeout
         hold = self._kv.share(request, start, end, until)

@@ -54,6 +54,10 @@ class Saves:
         """A request runs no longer: how many of its tokens have been offered."""
         return self._offered.pop(request.request_id, 0)
 
+    def num_offered(self, request: Request) -> int:
+        """How many tokens of a request have been offered since it began to run."""
+        return self._offered.get(request.request_id, 0)
+
     def due(self, running: Running) -> Iterator[Offer]:
         """What is to be offered now."""
         due = running.rows.num_computed >= self._next
