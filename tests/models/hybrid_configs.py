@@ -106,7 +106,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronH",
         {
             **NEMOTRON, "hybrid_override_pattern": "*EMM-", "moe_latent_size": 32, "norm_topk_prob": False,
-            "use_bias": True, "n_groups": 1,
+            "use_bias": True, "mlp_bias": True, "n_groups": 1,
         },
     ),
     "falcon-h1": (
@@ -123,8 +123,8 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-h1-before": (
         "FalconH1",
         {
-            **FALCON, "mamba_rms_norm": True, "mamba_proj_bias": True, "attention_bias": True,
-            "tie_word_embeddings": True, "ssm_in_multiplier": 0.7,
+            **FALCON, "mamba_rms_norm": True, "mamba_proj_bias": True, "attention_bias": True, "projectors_bias": True,
+            "mlp_bias": True, "mlp_multipliers": [0.7, 1.3], "tie_word_embeddings": True, "ssm_in_multiplier": 0.7,
         },
     ),
     "jamba": ("Jamba", JAMBA),
@@ -138,7 +138,10 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bamba": ("Bamba", {**MAMBA2, "attn_layer_indices": [2]}),
     "bamba-biased": (
-        "Bamba", {**MAMBA2, "attn_layer_indices": [1, 3], "mamba_proj_bias": True, "attention_bias": True},
+        "Bamba",
+        {
+            **MAMBA2, "attn_layer_indices": [1, 3], "mamba_proj_bias": True, "attention_bias": True, "mlp_bias": True,
+        },
     ),
     "bamba-tied": ("Bamba", {**MAMBA2, "attn_layer_indices": [0], "tie_word_embeddings": True, "mamba_n_groups": 4}),
 }  # fmt: skip

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ MEANINGS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "original_max_position_embeddings": lambda config: config["max_position_embeddings"],
 }
 MEAN_NONE = ("q_lora_rank", "sliding_window")  # no number says what null says: tests of parity have it
+UNREAD = (("Lfm2", "hidden_act"), ("NemotronH", "hidden_act"))  # as transformers, which has SiLU and its own there
 BASES: Mapping[str, Mapping[str, Any]] = {  # where transformers' defaults make no model
     "DeepseekV2": {"num_experts_per_tok": 6, "topk_method": "greedy"},
     "SeedOss": {"hidden_size": 5120},
@@ -108,3 +111,29 @@ def test_absent_and_null_mean_what_transformers_takes_them_for(name: str, monkey
         if null != meant:
             wrong.append(f"{field} null")
     assert not wrong
+
+
+PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
+REFUSED = [
+    (name, field, json.loads(value))
+    for families, refused in re.findall(r"^\| ([\w, ]+) \| (.*) \|$", PAGE, re.MULTILINE)
+    for name in (NAMES if families == "all" else families.split(", "))
+    for field, value in re.findall(r'`"(\w+)": ([^`]+)`', refused)
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_of_models_tells_what_is_refused(name: str) -> None:
+    """Each by name; what transformers computes with beside these is computed."""
+    base = written(name, BASES.get(name, {}))
+    assert base is not None
+    for own, field, value in REFUSED:
+        if own != name or (field == "hidden_act" and field not in base) or (name, field) in UNREAD:
+            continue
+        found = read({**base, field: value})
+        assert isinstance(found, str), (field, value)
+        assert f"unsupported {field}=" in found
+    assert not {own for own, _, _ in REFUSED} - set(NAMES), "names of transformers' classes"
+    if any((own, field) == (name, "mlp_bias") for own, field, _ in REFUSED):
+        return
+    assert isinstance(read({**base, "mlp_bias": True}), Arch)

@@ -38,11 +38,11 @@ class Mlp(Layer):
 class UngatedMlp(Layer):
     """down(activation(up(x))). `activation`: relu2."""
 
-    def __init__(self, size: int, inner_size: int, activation: str, dtype: torch.dtype) -> None:
-        """As Mlp's."""
+    def __init__(self, size: int, inner_size: int, activation: str, dtype: torch.dtype, *, bias: bool = False) -> None:
+        """As Mlp's; `bias`: on both."""
         super().__init__()
-        self.up = Linear(size, inner_size, dtype)
-        self.down = Linear(inner_size, size, dtype)
+        self.up = Linear(size, inner_size, dtype, bias=bias)
+        self.down = Linear(inner_size, size, dtype, bias=bias)
         self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -50,6 +50,8 @@ class UngatedMlp(Layer):
         return self.down.forward(activate(self.up.forward(x), self.activation))
 
 
-def make_mlp(size: int, inner_size: int, activation: str, dtype: torch.dtype) -> Mlp | UngatedMlp:
-    """An MLP without biases, gated unless its activation is not."""
-    return (UngatedMlp if activation == "relu2" else Mlp)(size, inner_size, activation, dtype)
+def make_mlp(
+    size: int, inner_size: int, activation: str, dtype: torch.dtype, *, bias: bool = False
+) -> Mlp | UngatedMlp:
+    """An MLP, gated unless its activation is not. `bias`: on all of its products."""
+    return (UngatedMlp if activation == "relu2" else Mlp)(size, inner_size, activation, dtype, bias=bias)

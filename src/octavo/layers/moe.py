@@ -29,18 +29,18 @@ class MoeMlp(Layer):
     weights: tuple[ExpertWeights, ExpertWeights]  # of the two products, set by join
     record: torch.Tensor | None = None  # [tokens, experts_per_token] int16, where choices are copied to
 
-    def __init__(self, size: int, moe: Moe, activation: str, dtype: torch.dtype) -> None:
-        """`size`: of the hidden state."""
+    def __init__(self, size: int, moe: Moe, activation: str, dtype: torch.dtype, *, bias: bool = False) -> None:
+        """`size`: of the hidden state; `bias`: on what every token meets, the routed experts have none."""
         super().__init__()
         self.router = Linear(size, moe.num_experts, dtype, quantize=False, out_dtype=torch.float32)
         inner = moe.latent_size or size
         self.experts = nn.ModuleList(
             make_mlp(inner, moe.expert_size, activation, dtype) for _ in range(moe.num_experts)
         )
-        self.into = Linear(size, inner, dtype) if moe.latent_size else None
-        self.back = Linear(inner, size, dtype) if moe.latent_size else None
+        self.into = Linear(size, inner, dtype, bias=bias) if moe.latent_size else None
+        self.back = Linear(inner, size, dtype, bias=bias) if moe.latent_size else None
         shared_size = moe.shared_size or moe.num_shared * moe.expert_size
-        self.shared = make_mlp(size, shared_size, activation, dtype) if moe.num_shared else None
+        self.shared = make_mlp(size, shared_size, activation, dtype, bias=bias) if moe.num_shared else None
         self.shared_gate = Linear(size, 1, dtype, quantize=False, out_dtype=torch.float32) if moe.shared_gate else None
         if moe.corrected:
             self.declare("correction", (moe.num_experts,), torch.float32, dummy=0.0)
@@ -79,8 +79,8 @@ def make_network(index: int, arch: Arch, dtype: torch.dtype) -> Mlp | UngatedMlp
     """What stands in layer number `index` of `arch` for each token by itself: experts or an MLP."""
     if index in arch.moe_layers:
         assert arch.moe is not None, "layers with experts need their facts"
-        return MoeMlp(arch.hidden_size, arch.moe, arch.activation, dtype)
-    return make_mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
+        return MoeMlp(arch.hidden_size, arch.moe, arch.activation, dtype, bias=arch.mlp_bias)
+    return make_mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype, bias=arch.mlp_bias)
 
 
 def choose_experts(

@@ -114,6 +114,19 @@ MAMBA2_WEIGHTS: WeightMap = {
 }
 
 
+# How Bamba and Falcon-H1 call an MLP with its norm, and the last norm.
+FEED_FORWARD_WEIGHTS: WeightMap = {
+    "model.layers.*.pre_ff_layernorm.weight": ("layers.*.mlp_norm.weight", ""),
+    "model.layers.*.feed_forward.gate_proj.weight": ("layers.*.mlp.gate_up.weight", "gate"),
+    "model.layers.*.feed_forward.up_proj.weight": ("layers.*.mlp.gate_up.weight", "up"),
+    "model.layers.*.feed_forward.down_proj.weight": ("layers.*.mlp.down.weight", ""),
+    "model.layers.*.feed_forward.gate_proj.bias": ("layers.*.mlp.gate_up.bias", "gate"),
+    "model.layers.*.feed_forward.up_proj.bias": ("layers.*.mlp.gate_up.bias", "up"),
+    "model.layers.*.feed_forward.down_proj.bias": ("layers.*.mlp.down.bias", ""),
+    "model.final_layernorm.weight": ("norm.weight", ""),
+}
+
+
 def end_weights(*, tied: bool) -> WeightMap:
     """Where `head` and `embedding` of a model have their weights in most checkpoints.
 

@@ -145,16 +145,16 @@ FAMILIES = {
         read="octavo.checkpoint.config_reader.hybrids:read_granite_hybrid",
     ),
     "BambaForCausalLM": Family(
-        model="octavo.models.hybrids.granite:GraniteHybridForCausalLM", bias="field",
+        model="octavo.models.hybrids.granite:GraniteHybridForCausalLM", bias="field", mlp_bias=True,
         read="octavo.checkpoint.config_reader.hybrids:read_bamba",
         usual={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     ),
     "NemotronHForCausalLM": Family(
-        model="octavo.models.hybrids.nemotron_h:NemotronHForCausalLM", head_size=128,
+        model="octavo.models.hybrids.nemotron_h:NemotronHForCausalLM", head_size=128, mlp_bias=True,
         read="octavo.checkpoint.config_reader.hybrids:read_nemotron_h", usual={"num_key_value_heads": 8},
     ),
     "FalconH1ForCausalLM": Family(
-        model="octavo.models.hybrids.falcon_h1:FalconH1ForCausalLM", bias="field",
+        model="octavo.models.hybrids.falcon_h1:FalconH1ForCausalLM", bias="field", mlp_bias=True,
         read="octavo.checkpoint.config_reader.hybrids:read_falcon_h1",
         usual={"num_key_value_heads": 8, "mamba_d_ssm": 1024, "rms_norm_eps": 1e-5},
     ),

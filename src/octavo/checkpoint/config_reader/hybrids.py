@@ -43,6 +43,7 @@ def read_qwen3_next(fields: Fields, family: Family) -> Arch:
     """The facts of a Qwen3-Next or a Qwen3.5. Raises ValueError, one line, for what Octavo does not run."""
     values = {"partial_rotary_factor": 0.25, **family.usual, **fields.values}
     fields = Fields(values, fields.where)
+    _only_silu(fields)
     num_layers = fields.integer("num_hidden_layers", 1, 1024)
     period = fields.integer("full_attention_interval", 1, 1 << 20, 4)
     usual = ["linear_attention" if (i + 1) % period else "full_attention" for i in range(num_layers)]
@@ -94,6 +95,7 @@ def read_granite_hybrid(fields: Fields, family: Family) -> Arch:
     fields = Fields({**family.usual, **fields.values}, fields.where)
     num_layers = fields.integer("num_hidden_layers", 1, 1024)
     mixers = _mixers(fields, "layer_types", ["mamba"] * num_layers, _MAMBA_MIXERS)
+    _only_silu(fields)
     if fields.get("position_embedding_type") not in (None, "rope", "nope"):
         fields.refuse("position_embedding_type", fields.get("position_embedding_type"), "only rope and nope are known")
     turns = fields.get("position_embedding_type") == "rope"
@@ -120,7 +122,8 @@ def read_nemotron_h(fields: Fields, family: Family) -> Arch:
     kinds = _nemotron_kinds(fields)
     mixers = [_NEMOTRON_MIXERS[kind] for kind in kinds]
     fields.only("mlp_hidden_act", "relu2")
-    for name in ("mlp_bias", "attention_bias", "residual_in_fp32", "tie_word_embeddings"):
+    _only_silu(fields, "mamba_hidden_act")
+    for name in ("attention_bias", "residual_in_fp32", "tie_word_embeddings"):
         fields.only(name, False)
     eps = fields.number("layer_norm_epsilon", 1e-12, 1.0, 1e-5)
     still = {"rope_theta": fields.get("rope_theta", 1e4), "hidden_act": "silu"}  # of no layer
@@ -148,8 +151,7 @@ def read_falcon_h1(fields: Fields, family: Family) -> Arch:
     So that each of the two mixers has a place in the cache; the MLP runs in the second.
     """
     fields = Fields({**family.usual, **fields.values}, fields.where)
-    for name in ("mlp_bias", "projectors_bias"):
-        fields.only(name, False)
+    _only_silu(fields)
     arch = read_fields(_plain(fields), family)
     gate, down = _numbers(fields, "mlp_multipliers", 2)
     inner = fields.get("mamba_d_ssm") or fields.integer("mamba_expand", 1, 64, 2) * arch.hidden_size
@@ -160,7 +162,7 @@ def read_falcon_h1(fields: Fields, family: Family) -> Arch:
     mamba = dataclasses.replace(
         mamba,
         norm=norm,
-        out_bias=False,
+        out_bias=fields.flag("projectors_bias", False),
         in_scale=_factor(fields, "ssm_in_multiplier"),
         scales=_numbers(fields, "ssm_multipliers", 5),
     )
@@ -186,6 +188,7 @@ def read_jamba(fields: Fields, family: Family) -> Arch:
     """The facts of a Jamba: Mamba-1's layers, of which every eighth attends instead and every second has experts."""
     fields = Fields({**family.usual, **fields.values}, fields.where)
     num_layers = fields.integer("num_hidden_layers", 1, 1024)
+    _only_silu(fields)
     attends, has_experts = (_periodic(fields, name, num_layers) for name in ("attn_layer", "expert_layer"))
     arch = read_fields(_plain(fields, rope_theta=fields.get("rope_theta", 1e4)), family)
     inner = fields.integer("mamba_expand", 1, 64, 2) * arch.hidden_size
@@ -218,9 +221,9 @@ def read_bamba(fields: Fields, family: Family) -> Arch:
     fields = Fields({**family.usual, **fields.values}, fields.where)
     share = fields.number("partial_rotary_factor", 1e-3, 1.0, 0.5, null=0.5)
     fields = Fields({**fields.values, "partial_rotary_factor": share}, fields.where)
-    fields.only("mlp_bias", False)
     num_layers = fields.integer("num_hidden_layers", 1, 1024)
     attending = fields.layers("attn_layer_indices", num_layers, [])
+    _only_silu(fields)
     mixers = ["attention" if layer in attending else "mamba" for layer in range(num_layers)]
     arch = read_fields(_plain(fields), family)
     return dataclasses.replace(arch, mamba=_mamba2(fields, "mamba_proj_bias"), layers=_layers(arch, mixers))
@@ -230,6 +233,12 @@ def _plain(fields: Fields, **changes: Any) -> Fields:
     """The fields without what says which layers attend, some changed."""
     values = {name: value for name, value in fields.values.items() if name not in ("layer_types", "layers_block_type")}
     return Fields({**values, **changes}, fields.where)
+
+
+def _only_silu(fields: Fields, name: str = "hidden_act") -> None:
+    """What stands behind a short convolution and in a gate, in all of these families by one field."""
+    if fields.get(name, "silu") not in ("silu", "swish"):
+        fields.refuse(name, fields.get(name), "a state's gates and convolution have silu")
 
 
 def _mixers(fields: Fields, name: str, usual: Sequence[str], known: Mapping[str, str]) -> list[str]:

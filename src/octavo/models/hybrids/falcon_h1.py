@@ -20,18 +20,14 @@ from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.layers.mixers.mamba import Mamba2
 from octavo.layers.norm import RMSNorm
-from octavo.models.base import LLAMA_WEIGHTS, MAMBA2_WEIGHTS, WeightMap
+from octavo.models.base import FEED_FORWARD_WEIGHTS, LLAMA_WEIGHTS, MAMBA2_WEIGHTS, WeightMap
 from octavo.models.causal_lm import CausalLM
 from octavo.ops.activation import gated_by
 
 _MAPPED: WeightMap = {
     **LLAMA_WEIGHTS,
     **MAMBA2_WEIGHTS,
-    "model.layers.*.pre_ff_layernorm.weight": ("layers.*.mlp_norm.weight", ""),
-    "model.layers.*.feed_forward.gate_proj.weight": ("layers.*.mlp.gate_up.weight", "gate"),
-    "model.layers.*.feed_forward.up_proj.weight": ("layers.*.mlp.gate_up.weight", "up"),
-    "model.layers.*.feed_forward.down_proj.weight": ("layers.*.mlp.down.weight", ""),
-    "model.final_layernorm.weight": ("norm.weight", ""),
+    **FEED_FORWARD_WEIGHTS,
 }
 _HALVES = {"input_norm": "mixers", "attention": "mixers", "mamba": "mixers", "mlp_norm": "network", "mlp": "network"}
 
@@ -50,8 +46,8 @@ class ScaledMlp(Layer):
         """Of `arch`."""
         super().__init__()
         inner = arch.intermediate_size
-        self.gate_up = Linear(arch.hidden_size, {"gate": inner, "up": inner}, dtype)
-        self.down = Linear(inner, arch.hidden_size, dtype)
+        self.gate_up = Linear(arch.hidden_size, {"gate": inner, "up": inner}, dtype, bias=arch.mlp_bias)
+        self.down = Linear(inner, arch.hidden_size, dtype, bias=arch.mlp_bias)
         self._scales, self._activation = arch.scales, arch.activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

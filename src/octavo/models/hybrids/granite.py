@@ -16,7 +16,7 @@ from octavo.layers.base import Layer
 from octavo.layers.mixers.mamba import Mamba2
 from octavo.layers.moe import make_network
 from octavo.layers.norm import RMSNorm
-from octavo.models.base import LLAMA_WEIGHTS, MAMBA2_WEIGHTS, WeightMap
+from octavo.models.base import FEED_FORWARD_WEIGHTS, LLAMA_WEIGHTS, MAMBA2_WEIGHTS, WeightMap
 from octavo.models.causal_lm import CausalLM
 
 _EXPERTS = "model.layers.*.block_sparse_moe.experts.*"
@@ -40,11 +40,7 @@ MOE_WEIGHT_MAP: WeightMap = {
 BAMBA_WEIGHT_MAP: WeightMap = {
     **LLAMA_WEIGHTS,
     **MAMBA2_WEIGHTS,
-    "model.layers.*.pre_ff_layernorm.weight": ("layers.*.mlp_norm.weight", ""),
-    "model.layers.*.feed_forward.gate_proj.weight": ("layers.*.mlp.gate_up.weight", "gate"),
-    "model.layers.*.feed_forward.up_proj.weight": ("layers.*.mlp.gate_up.weight", "up"),
-    "model.layers.*.feed_forward.down_proj.weight": ("layers.*.mlp.down.weight", ""),
-    "model.final_layernorm.weight": ("norm.weight", ""),
+    **FEED_FORWARD_WEIGHTS,
 }
 
 
