@@ -205,7 +205,7 @@ class WeightUpdates:
     @property
     def is_open(self) -> bool:
         """Whether a session is open."""
-        return self.state in (State.OPEN, State.HELD)
+        return self.state is not State.READY
 
     @property
     def expires_in(self) -> float | None:
