@@ -24,7 +24,7 @@ from octavo.config.settings import ConfigError, python_names
 from octavo.frontend.engine import Engine
 from octavo.frontend.frontend import Checked
 from octavo.frontend.frontend import Prompt as EnginePrompt
-from octavo.frontend.metrics import Metric, metrics_of
+from octavo.frontend.metrics import Metric, metrics_of, metrics_of_requests
 from octavo.frontend.shared_control import Control
 from octavo.frontend.sharing import Call, SharedEngine
 from octavo.frontend.weights import WeightMethods
@@ -333,10 +333,12 @@ class LLM(WeightMethods):
     def get_metrics(self) -> list[Metric]:
         """The engine's counts and gauges of this moment, by the names and in the forms that vLLM's `get_metrics` has.
 
-        They are those of the core: requests, cache, preemptions, drafts, connectors, weights. When a request's tokens
-        came, and what it took, stands in its RequestOutput.
+        Those of the core: requests, cache, preemptions, drafts, connectors, weights; and those of this LLM's requests:
+        tokens, ends, and histograms of sizes and times. A request is counted when it is told of: those of `generate`
+        at their end, so that the times between two tokens are those of `stream` alone.
         """
-        return metrics_of(self.engine.stats, {"model_name": str(self.config.model), "engine": "0"})
+        labels = {"model_name": str(self.config.model), "engine": "0"}
+        return metrics_of(self.engine.stats, labels) + metrics_of_requests(self._shared.log.counts, labels)
 
     @property
     def numerics_id(self) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
+
 from octavo import LLM, SamplingParams
-from octavo.frontend.metrics import ACCEPTED_PER_PLACE, COUNTERS, GAUGES, Counter, Gauge, Metric, Vector
+from octavo.frontend.metrics import ACCEPTED_PER_PLACE, COUNTERS, GAUGES, Counter, Gauge, Histogram, Metric, Vector
 from octavo.serve.metric_families import FAMILIES
 
 PROMPT = "def first(values):\n    return values[0]\n\n\n" * 8
@@ -14,9 +16,12 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 def values_of(llm: LLM) -> dict[str, Metric]:
     found = llm.get_metrics()
-    assert len({metric.name for metric in found}) == len(found)
-    assert all(metric.labels == {"model_name": "octavo-tiny", "engine": "0"} for metric in found)
-    return {metric.name: metric for metric in found}
+    labels = {"model_name": "octavo-tiny", "engine": "0"}
+    assert len({(metric.name, *metric.labels.values()) for metric in found}) == len(found)
+    assert all(metric.labels.items() >= labels.items() for metric in found)
+    more = {name: set(metric.labels) - set(labels) for metric in found if (name := metric.name)}
+    assert {name for name, others in more.items() if others} == {"vllm:request_success"}
+    return {"/".join([metric.name, *list(metric.labels.values())[2:]]): metric for metric in found}
 
 
 def counted(llm: LLM, name: str) -> float:
@@ -59,3 +64,40 @@ def test_requests_that_run_are_seen_meanwhile(make_llm: Callable[..., LLM]) -> N
     assert isinstance(running, Gauge) and isinstance(usage, Gauge)
     assert running.value == 1.0 and 0.0 < usage.value <= 1.0
     stream.close()
+
+
+def test_requests_are_counted_as_a_server_counts_them(make_llm: Callable[..., LLM]) -> None:
+    """Whole ones, streams, one that is dropped and one that is refused; with tokens, ends, sizes and times."""
+    llm = make_llm(model="octavo-tiny", max_model_len=512)
+    before = values_of(llm)
+    assert all(metric.count == 0 for metric in before.values() if isinstance(metric, Histogram))
+    params = SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=9, ignore_eos=True)
+    outputs = llm.generate([PROMPT, [5, 6, 7]], params)
+    num_prompt = sum(len(each.prompt_token_ids) for each in outputs)
+    parts = list(llm.stream([5, 6, 7], SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)))
+    dropped = llm.stream([5, 6], PARAMS)
+    num_reported = len(next(dropped).outputs[0].token_ids)
+    dropped.close()
+    with pytest.raises(ValueError, match="max_tokens"):
+        llm.generate("a", SamplingParams(max_tokens=-1))
+    found = values_of(llm)
+
+    def histogram(name: str) -> Histogram:
+        metric = found[f"vllm:{name}"]
+        assert isinstance(metric, Histogram) and list(metric.buckets)[-1] == "+Inf"
+        assert metric.buckets["+Inf"] == metric.count
+        return metric
+
+    assert counted(llm, "vllm:prompt_tokens") == num_prompt + 3 + 2
+    assert counted(llm, "vllm:generation_tokens") == 2 * 2 * 9 + 6 + num_reported
+    assert counted(llm, "vllm:request_success/length") == 2 * 2 + 1
+    assert counted(llm, "vllm:request_success/abort") == 1 and counted(llm, "vllm:request_success/stop") == 0
+    assert histogram("request_prompt_tokens").sum == num_prompt + 3 + 2
+    assert histogram("request_params_n").count == 4 and histogram("request_generation_tokens").count == 4
+    for name in ("e2e_request_latency_seconds", "request_decode_time_seconds", "request_queue_time_seconds"):
+        assert histogram(name).count == 3 and 0 <= histogram(name).sum < 600
+    assert histogram("time_to_first_token_seconds").count == 4
+    assert histogram("inter_token_latency_seconds").count == len(parts) - 1
+    slowest = max(each.metrics.finished_time - each.metrics.arrival_time for each in outputs)
+    assert histogram("e2e_request_latency_seconds").sum >= slowest
+    assert not llm._shared.log._open

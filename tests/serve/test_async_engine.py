@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_rig import PROMPT, params, read, running, said, script
+from octavo.frontend.request_metrics import RequestFacts
 from octavo.request.outputs import CompletionOutput, RequestOutput
 from octavo.request.sampling_params import ParameterError, RequestOutputKind
 from octavo.serve.engine.refusals import EngineDrainingError, QueueFullError
-from octavo.serve.engine.stream import MAX_UNREAD, RequestFacts, Stream, merge_outputs
+from octavo.serve.engine.stream import MAX_UNREAD, Stream, merge_outputs
 from patience import patient
 
 # Streams

@@ -34,11 +34,11 @@ from engine_rig import (
 )
 from octavo.config.engine_config import EngineConfig
 from octavo.frontend.messages import PROTOCOL
+from octavo.frontend.request_metrics import RequestFacts
 from octavo.request.sampling_params import ParameterError, SamplingParams
 from octavo.serve.engine.async_engine import AsyncEngine
 from octavo.serve.engine.client import Supervision, child_environment
 from octavo.serve.engine.refusals import EngineDeadError
-from octavo.serve.engine.stream import RequestFacts
 from octavo.serve.engine.suspects import Suspects
 from octavo.text.tokenizer import Tokenizer
 from patience import patient

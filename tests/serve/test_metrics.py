@@ -13,9 +13,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from octavo.frontend.messages import EngineInfo
+from octavo.frontend.request_metrics import FINISH_REASONS, RequestFacts
 from octavo.request.sampling_params import SamplingParams
 from octavo.serve import metric_families
-from octavo.serve.engine.stream import RequestFacts
 from octavo.serve.metrics import ServerMetrics
 
 LABELS = {"model_name": "m", "engine": "0"}
@@ -185,7 +185,7 @@ def test_every_completion_has_one_reason(
 ) -> None:
     params = SamplingParams(n=3, max_tokens=4, temperature=1.0)
     metrics.observe(event, _facts(params=params, finish_reasons=reasons))
-    for reason in metric_families.FINISH_REASONS:
+    for reason in FINISH_REASONS:
         value = _value(metrics, "request_success_total", finished_reason=reason)
         assert value == counted.get(reason, 0), reason
 

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from octavo.frontend.messages import EngineStats
+from octavo.frontend.request_metrics import LABELS, RequestCounts
 
 # (name, field of EngineStats)
 GAUGES = (
@@ -75,6 +76,29 @@ class Vector(Metric):
     """Counters that differ in their place alone."""
 
     values: list[int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Histogram(Metric):
+    """How many values there were, their sum, and by upper bound how many were at most that; "+Inf" last."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+def metrics_of_requests(counts: RequestCounts, labels: Mapping[str, str]) -> list[Metric]:
+    """What was counted of requests. Where a prompt's tokens came from is left out: their readers are not told."""
+    found: list[Metric] = []
+    for name, values in counts.values.items():
+        for value, number in values.items() if name != "prompt_tokens_by_source" else ():
+            own = {**labels, LABELS[name]: value} if name in LABELS else dict(labels)
+            found.append(Counter(name=f"vllm:{name}", labels=own, value=int(number)))
+    for name, told in counts.histograms.items():
+        buckets = {bound: int(number) for bound, number in told.cumulative()}
+        count = buckets["+Inf"]
+        found.append(Histogram(name=f"vllm:{name}", labels=dict(labels), count=count, sum=told.sum, buckets=buckets))
+    return found
 
 
 def metrics_of(stats: EngineStats, labels: Mapping[str, str]) -> list[Metric]:

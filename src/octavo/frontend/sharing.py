@@ -20,6 +20,7 @@ from typing import TypeVar
 from octavo.frontend.control import PauseOrder, Standing
 from octavo.frontend.engine import Engine
 from octavo.frontend.frontend import Checked
+from octavo.frontend.request_metrics import RequestLog
 from octavo.request.outputs import RequestOutput
 from octavo.startup import gc_control
 from octavo.startup.forks import tell_in_child
@@ -58,6 +59,7 @@ class SharedEngine:
         self._arriving: list[Call] = []  # with parts to be queued
         self._owners: dict[str, Call] = {}  # per id of a queued request
         self._waiting: dict[Call, None] = {}  # in order; changed by single operations alone
+        self.log = RequestLog(engine.limits.max_model_len)
         self._process = os.getpid()
         self._foreign = ""  # why this process cannot use the engine
         tell_in_child(self._forked)
@@ -220,6 +222,7 @@ class SharedEngine:
             for request_id, request in call.parts.popleft():
                 self._engine.queue(request_id, request)
                 self._owners[request_id] = call
+                self.log.begin(request_id, request)
                 call.unfinished[request_id] = None
         except Exception as error:  # its own: the leader and others go on
             call.error = error
@@ -233,6 +236,7 @@ class SharedEngine:
         for output in self._engine.step():
             call = self._owners.get(output.request_id)
             if call is not None:
+                self.log.take(output)
                 call.outputs.append(output)
                 if output.finished:
                     del call.unfinished[output.request_id], self._owners[output.request_id]
@@ -245,6 +249,7 @@ class SharedEngine:
             del self._owners[request_id]
         if call.unfinished:
             self._engine.abort(list(call.unfinished))
+            self.log.drop(list(call.unfinished))
             call.unfinished.clear()
         while not self._owners and not self._arriving and self._engine.has_unfinished:
             if self._engine.core.waits_for_peers:

@@ -9,22 +9,15 @@ from __future__ import annotations
 import dataclasses
 
 from octavo.config.speculative import MAX_DRAFTS
+from octavo.frontend.request_metrics import COUNTERS_OF_REQUESTS, HISTOGRAMS_OF_REQUESTS, LABELS, TOKENS
 from octavo.rl.session import BACKENDS
 
 VLLM, OWN = "vllm:", "octavo:"  # prefixes
-LATENCY = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-FIRST_TOKEN = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
-)  # fmt: skip
-PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
-COUNTS = (1, 2, 5, 10, 20)
 HTTP = (0.01, 0.05, 0.1, 0.5, 1, 5, 30, 120)
-TOKENS: tuple[float, ...] = ()  # stands for 1-2-5 steps up to max_model_len
 
 UPDATE = (0.01, 0.1, 1, 10, 30, 60, 120, 300, 600)
 OPERATIONS = ("init", "shutdown", "start", "update", "finish", "abort", "version")  # of a weight update
-FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +46,12 @@ def _histogram(name: str, help: str, buckets: tuple[float, ...] = TOKENS, alias:
     return Family(name=name, kind="histogram", help=help, buckets=buckets, alias=alias)
 
 
+def _of_requests(name: str, help: str, alias: str = "") -> Family:
+    if name in HISTOGRAMS_OF_REQUESTS:
+        return _histogram(name, help, HISTOGRAMS_OF_REQUESTS[name], alias)
+    return _counter(name, help, LABELS.get(name, ""), COUNTERS_OF_REQUESTS[name])
+
+
 FAMILIES = (
     _gauge("num_requests_running", "Requests with a row in the current step"),
     _gauge("num_requests_waiting", "Requests that wait to run"),
@@ -66,10 +65,10 @@ FAMILIES = (
         "sleep_state",
         ("awake", "weights_offloaded", "discard_all"),
     ),
-    _counter("prompt_tokens", "Prompt tokens of requests that began to answer"),
-    _counter("generation_tokens", "Tokens generated"),
-    _counter("request_success", "Requests that ended, by reason", "finished_reason", FINISH_REASONS),
-    _counter(
+    _of_requests("prompt_tokens", "Prompt tokens of requests that began to answer"),
+    _of_requests("generation_tokens", "Tokens generated"),
+    _of_requests("request_success", "Requests that ended, by reason"),
+    _of_requests(
         "corrupted_requests", "Requests that failed alone: logits that were not numbers, tokens that do not exist"
     ),
     _counter("num_preemptions", "Times that a running request lost its blocks"),
@@ -88,35 +87,28 @@ FAMILIES = (
     ),
     _counter("mm_cache_queries", "Media items looked up"),
     _counter("mm_cache_hits", "Media items found"),
-    _counter("prompt_tokens_cached", "Prompt tokens that were not computed again"),
-    _counter(
-        "prompt_tokens_by_source",
-        "Prompt tokens by where their keys and values came from",
-        "source",
-        ("local_compute", "local_cache_hit", "external_kv_transfer"),
-    ),
+    _of_requests("prompt_tokens_cached", "Prompt tokens that were not computed again"),
+    _of_requests("prompt_tokens_by_source", "Prompt tokens by where their keys and values came from"),
     _counter(
         "admission_rejections",
         "Requests refused because the queue was full",
         "reason",
         ("queued_reqs", "queued_tokens"),
     ),
-    _histogram("time_to_first_token_seconds", "From arrival to the first token", FIRST_TOKEN),
-    _histogram(
-        "inter_token_latency_seconds", "Between two outputs of a request", PER_TOKEN, "time_per_output_token_seconds"
-    ),
-    _histogram("request_time_per_output_token_seconds", "A request's mean time per token after the first", PER_TOKEN),
-    _histogram("e2e_request_latency_seconds", "From arrival to the end", LATENCY),
-    _histogram("request_queue_time_seconds", "From arrival to the first step", LATENCY),
-    _histogram("request_inference_time_seconds", "From the first step to the last token", LATENCY),
-    _histogram("request_prefill_time_seconds", "From the first step to the first token", LATENCY),
-    _histogram("request_decode_time_seconds", "From the first token to the last", LATENCY),
-    _histogram("request_prompt_tokens", "A request's prompt tokens"),
-    _histogram("request_generation_tokens", "A request's generated tokens"),
-    _histogram("request_max_num_generation_tokens", "Generated tokens of a request's completion, the mean of n"),
-    _histogram("request_prefill_kv_computed_tokens", "A request's prompt tokens that the cache did not hold"),
-    _histogram("request_params_n", "The parameter n", COUNTS),
-    _histogram("request_params_max_tokens", "The parameter max_tokens"),
+    _of_requests("time_to_first_token_seconds", "From arrival to the first token"),
+    _of_requests("inter_token_latency_seconds", "Between two outputs of a request", "time_per_output_token_seconds"),
+    _of_requests("request_time_per_output_token_seconds", "A request's mean time per token after the first"),
+    _of_requests("e2e_request_latency_seconds", "From arrival to the end"),
+    _of_requests("request_queue_time_seconds", "From arrival to the first step"),
+    _of_requests("request_inference_time_seconds", "From the first step to the last token"),
+    _of_requests("request_prefill_time_seconds", "From the first step to the first token"),
+    _of_requests("request_decode_time_seconds", "From the first token to the last"),
+    _of_requests("request_prompt_tokens", "A request's prompt tokens"),
+    _of_requests("request_generation_tokens", "A request's generated tokens"),
+    _of_requests("request_max_num_generation_tokens", "Generated tokens of a request's completion, the mean of n"),
+    _of_requests("request_prefill_kv_computed_tokens", "A request's prompt tokens that the cache did not hold"),
+    _of_requests("request_params_n", "The parameter n"),
+    _of_requests("request_params_max_tokens", "The parameter max_tokens"),
     Family(
         name="rl_weight_update_operation_duration_seconds",
         kind="histogram",
@@ -190,13 +182,3 @@ FAMILIES = (
     Family(name="kv_stored_bytes", kind="gauge", prefix=OWN, help="Bytes of blocks that a connector keeps"),
     Family(name="engine_restarts", kind="counter", prefix=OWN, help="Times that the engine process was replaced"),
 )
-
-
-def token_buckets(max_model_len: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50, ... up to `max_model_len`."""
-    found: list[float] = []
-    power = 1
-    while power <= max_model_len:
-        found += [step * power for step in (1, 2, 5) if step * power <= max_model_len]
-        power *= 10
-    return tuple(found)

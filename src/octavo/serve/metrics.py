@@ -8,12 +8,10 @@ it is built (and once more when the engine tells its cache); counters never go b
 from __future__ import annotations
 
 import asyncio
-import bisect
 import contextlib
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -22,8 +20,8 @@ from prometheus_client.registry import Collector
 
 from octavo.frontend.messages import EngineInfo
 from octavo.frontend.metrics import COUNTERS, GAUGES
-from octavo.serve.engine.stream import RequestFacts
-from octavo.serve.metric_families import FAMILIES, FINISH_REASONS, HTTP, OWN, VLLM, Family, token_buckets
+from octavo.frontend.request_metrics import Histogram, RequestCounts, RequestFacts, token_buckets
+from octavo.serve.metric_families import FAMILIES, HTTP, OWN, VLLM, Family
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"  # what every unknown method and unknown route is called
@@ -56,26 +54,6 @@ class Watched(Protocol):
         """The label of the weights that serve."""
 
 
-class Histogram:
-    """Counts per bucket and a sum. A bucket holds what is at most its bound."""
-
-    __slots__ = ("bounds", "counts", "sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds` ascend; a last bucket without bound is added."""
-        self.bounds, self.counts, self.sum = tuple(bounds), [0] * (len(bounds) + 1), 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """Count `value`, `count` times."""
-        self.counts[bisect.bisect_left(self.bounds, value)] += count
-        self.sum += value * count
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, how many are at most that) for every bucket, +Inf last."""
-        names = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
-        return list(zip(names, map(float, itertools.accumulate(self.counts)), strict=True))
-
-
 class ServerMetrics(Collector):
     """All values of one server. The methods that count are called by the front end; none may raise for odd input."""
 
@@ -91,11 +69,14 @@ class ServerMetrics(Collector):
         self._labels = (model_name, engine)
         self._engine: Watched | None = None
         self._totals: dict[str, float] = {}  # totals of the engine process, as last told
-        self._values: dict[str, dict[str, float]] = {}
-        self._histograms: dict[str, Histogram] = {}
+        self._requests = RequestCounts(max_model_len)
+        self._values: dict[str, dict[str, float]] = {**self._requests.values}
+        self._histograms: dict[str, Histogram] = {**self._requests.histograms}
         self._by_label: dict[str, dict[str, Histogram]] = {}  # of families with a label
         self._version, self._tokens_before = "", 0.0  # of the weights; tokens of others before
         for family in FAMILIES:
+            if family.name in self._values or family.name in self._histograms:
+                continue
             if family.kind == "histogram" and family.label:
                 self._by_label[family.name] = {value: Histogram(family.buckets) for value in family.values}
             elif family.kind == "histogram":
@@ -130,66 +111,10 @@ class ServerMetrics(Collector):
 
     def observe(self, event: str, facts: RequestFacts) -> None:
         """Take an event of AsyncEngine.observers."""
-        match event:
-            case "first_token":
-                self._first_token(facts)
-            case "tokens":
-                self._tokens(facts)
-            case "finished" | "aborted" | "failed":
-                self._ended(event, facts)
-            case "rejected":
-                counts, reason = self._values["admission_rejections"], facts.finish_reasons.get(0, "")
-                counts["queued_tokens" if "tokens" in reason else "queued_reqs"] += 1
-
-    def _first_token(self, facts: RequestFacts) -> None:
-        values, cached = self._values, min(facts.num_cached_tokens, facts.num_prompt_tokens)
-        if facts.first_token_at is not None:
-            self._histograms["time_to_first_token_seconds"].observe(facts.first_token_at - facts.arrival)
-        values["prompt_tokens"][""] += facts.num_prompt_tokens
-        values["prompt_tokens_cached"][""] += cached
-        loaded, by_source = min(facts.num_loaded_tokens, cached), values["prompt_tokens_by_source"]
-        by_source["external_kv_transfer"] += loaded
-        by_source["local_cache_hit"] += cached - loaded
-        by_source["local_compute"] += facts.num_prompt_tokens - cached
-        values["generation_tokens"][""] += facts.num_new_tokens
-
-    def _tokens(self, facts: RequestFacts) -> None:
-        self._values["generation_tokens"][""] += facts.num_new_tokens
-        if facts.last_token_at is not None and facts.previous_token_at is not None:
-            self._histograms["inter_token_latency_seconds"].observe(facts.last_token_at - facts.previous_token_at)
-
-    def _ended(self, event: str, facts: RequestFacts) -> None:
-        successes, seen, n = self._values["request_success"], self._histograms, facts.params.n
-        missing = "abort" if event == "aborted" else "error"
-        self._values["corrupted_requests"][""] += facts.is_corrupted
-        for index in range(n):
-            reason = facts.finish_reasons.get(index, missing)
-            successes[reason if reason in FINISH_REASONS else "error"] += 1
-        seen["request_params_n"].observe(n)
-        seen["request_params_max_tokens"].observe(facts.max_tokens)
-        seen["request_prompt_tokens"].observe(facts.num_prompt_tokens)
-        seen["request_prefill_kv_computed_tokens"].observe(max(facts.num_prompt_tokens - facts.num_cached_tokens, 0))
-        seen["request_generation_tokens"].observe(facts.num_output_tokens)
-        seen["request_max_num_generation_tokens"].observe(math.ceil(facts.num_output_tokens / n))
-        if event == "finished":
-            self._times(facts)
-
-    def _times(self, facts: RequestFacts) -> None:
-        """Where the time of a request went that came to its end."""
-        seen, queue = self._histograms, facts.queue_seconds or 0.0
-        if facts.finished_at is not None:
-            seen["e2e_request_latency_seconds"].observe(facts.finished_at - facts.arrival)
-        seen["request_queue_time_seconds"].observe(queue)
-        if facts.first_token_at is None or facts.last_token_at is None:
-            return
-        prefill = max(facts.first_token_at - facts.arrival - queue, 0.0)
-        decode = facts.last_token_at - facts.first_token_at
-        seen["request_prefill_time_seconds"].observe(prefill)
-        seen["request_decode_time_seconds"].observe(decode)
-        seen["request_inference_time_seconds"].observe(prefill + decode)
-        if facts.num_output_tokens > facts.params.n:
-            per_token = decode * facts.params.n / (facts.num_output_tokens - facts.params.n)
-            seen["request_time_per_output_token_seconds"].observe(per_token)
+        if event == "rejected":
+            counts, reason = self._values["admission_rejections"], facts.finish_reasons.get(0, "")
+            counts["queued_tokens" if "tokens" in reason else "queued_reqs"] += 1
+        self._requests.observe(event, facts)
 
     @contextlib.contextmanager
     def sleeping(self, operation: str) -> Iterator[None]:

@@ -24,6 +24,7 @@ from octavo.checkpoint.hub import find_model
 from octavo.config.engine_config import EngineConfig, resolve_max_logprobs
 from octavo.frontend.frontend import Frontend, Prompt
 from octavo.frontend.messages import COUNTERS, EngineInfo, Updates
+from octavo.frontend.request_metrics import RequestFacts
 from octavo.request.outputs import NOT_THE_MODELS, OUTPUT_FAILED
 from octavo.request.sampling_params import Limits, SamplingParams
 from octavo.request.updates import RequestUpdate, once_each
@@ -32,7 +33,7 @@ from octavo.serve.engine.control import AsyncControl
 from octavo.serve.engine.leaving import Leaving
 from octavo.serve.engine.model_files import ModelFiles
 from octavo.serve.engine.refusals import EngineDeadError, EngineDrainingError, EngineLoadingError, QueueFullError
-from octavo.serve.engine.stream import OutputStream, RequestFacts, SlowReaderError, Stream
+from octavo.serve.engine.stream import OutputStream, SlowReaderError, Stream
 from octavo.serve.engine.suspects import Suspects
 from octavo.serve.engine.validate_update import validate_update
 from octavo.serve.engine.weights import AsyncWeightMethods

@@ -15,8 +15,9 @@ from typing import Self
 
 import msgspec
 
+from octavo.frontend.request_metrics import RequestFacts
 from octavo.request.outputs import CompletionOutput, FlatLogprobs, LogprobsDict, RequestOutput, cut_spans, join_spans
-from octavo.request.sampling_params import RequestOutputKind, SamplingParams
+from octavo.request.sampling_params import RequestOutputKind
 
 MAX_UNREAD = 1 << 16  # tokens and log-probabilities that wait for a reader
 _MERGE_AT = 16  # outputs
@@ -24,27 +25,6 @@ _MERGE_AT = 16  # outputs
 
 class SlowReaderError(RuntimeError):
     """A stream was not read for so long that it was given up."""
-
-
-class RequestFacts(msgspec.Struct, kw_only=True):
-    """A request in figures. Times are of time.monotonic."""
-
-    request_id: str
-    params: SamplingParams
-    num_prompt_tokens: int
-    max_tokens: int  # as resolved: what the context leaves
-    arrival: float
-    num_cached_tokens: int = 0
-    num_loaded_tokens: int = 0  # those of them that a connector brought
-    num_output_tokens: int = 0  # of all completions
-    num_new_tokens: int = 0  # of them, those that the last event brought
-    queue_seconds: float | None = None  # until the engine first ran it
-    first_token_at: float | None = None
-    previous_token_at: float | None = None  # the event with tokens before the last one
-    last_token_at: float | None = None
-    finished_at: float | None = None
-    is_corrupted: bool = False  # failed, and not for wishes that exclude each other
-    finish_reasons: dict[int, str] = {}  # by completion; complete once finished; "rejected": {0: reason}
 
 
 class MergedOutput(RequestOutput, kw_only=True):

@@ -13,8 +13,8 @@ import time
 
 import msgspec
 
+from octavo.frontend.request_metrics import RequestFacts
 from octavo.request.sampling_params import ParameterError, SamplingParams
-from octavo.serve.engine.stream import RequestFacts
 
 MAX_FAILURES = 2  # of the engine, at which the same content was running
 MEMORY_SECONDS = 600.0
