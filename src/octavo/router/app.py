@@ -134,6 +134,8 @@ class Router:
         """What a prefill server has on offer; None: the decode server computes the prompt."""
         if given.get("kv_transfer_params") is not None or given.get("n") not in (None, 1):
             return None
+        if not self.decode.is_well:  # nobody would go on with it
+            return None
         if _needs_its_prompt(given):
             self.metrics.skipped_prefill()
             return None
