@@ -20,6 +20,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/tokenize": {"model": MODEL, "prompt": "hi"},
     "/detokenize": {"model": MODEL, "tokens": [1]},
 }
+BODIES = {**GOOD, "/kv_transfer/release": {"transfer_ids": ["none"]}}  # which names no model and gives none a task
 GENERATE = ("/v1/completions", "/v1/chat/completions")
 COMPLETIONS, CHAT, RESPONSES = list(GOOD)[:3]
 
@@ -40,14 +41,14 @@ def refused(
 
 def test_every_route_with_a_body_is_here() -> None:
     others = {route.path for route in RL_ROUTES}  # whose bodies may be left out: test_routes_control
-    assert {route.path for route in ROUTES if route.method == "POST"} == {*GOOD, "/ping"} | (
+    assert {route.path for route in ROUTES if route.method == "POST"} == {*BODIES, "/ping"} | (
         others & {route.path for route in ROUTES if route.method == "POST"}
     )
 
 
-@pytest.mark.parametrize("path", GOOD)
+@pytest.mark.parametrize("path", BODIES)
 def test_the_good_bodies_are_good(mock_server: RunningServer, path: str) -> None:
-    assert mock_server.post(path, GOOD[path]).status == 200
+    assert mock_server.post(path, BODIES[path]).status == 200
 
 
 MALFORMED: dict[str, tuple[bytes, str]] = {
@@ -84,7 +85,7 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-@pytest.mark.parametrize("path", GOOD)
+@pytest.mark.parametrize("path", BODIES)
 def test_malformed_bodies(mock_server: RunningServer, path: str, name: str) -> None:
     body, code = MALFORMED[name]
     refused(mock_server, path, body, code)
