@@ -17,6 +17,7 @@ from octavo.config.settings import ConfigError
 from octavo.kv_connector import SilentConnector
 from octavo.kv_connector.store import StoreKind
 from octavo.kv_connector.worker import NO_WORKER_CONNECTOR
+from test_connectors import storage
 
 PROMPT = GOOD_PROMPT * 9
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1, ignore_eos=True)
@@ -235,9 +236,7 @@ def test_whatever_a_half_of_ones_own_raises_the_engine_answers_as_ever(
 def test_a_name_that_is_taken_by_no_file_is_a_miss_and_what_can_be_removed_is(
     expected: Any, make_llm: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    extra = {"shared_storage_path": str(tmp_path)}
-    config = {"kv_connector": "shared_storage", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    first = make_llm(max_model_len=512, kv_transfer_config=config)
+    first = make_llm(max_model_len=512, kv_transfer_config=storage(tmp_path))
     answer(first)
     settle(first)
     paths = sorted(tmp_path.rglob("*.safetensors"))
@@ -250,7 +249,7 @@ def test_a_name_that_is_taken_by_no_file_is_a_miss_and_what_can_be_removed_is(
             os.mkfifo(path)
         else:
             path.mkdir()
-    second = make_llm(max_model_len=512, kv_transfer_config=config)
+    second = make_llm(max_model_len=512, kv_transfer_config=storage(tmp_path))
     caplog.clear()
     for _ in range(3):
         assert answer(second) == expected
@@ -284,9 +283,7 @@ def test_no_file_behind_host_memory_is_a_miss_too(expected: Any, make_llm: Make,
 
 def test_a_folder_that_vanishes_is_made_again_with_its_key(expected: Any, make_llm: Make, tmp_path: Path) -> None:
     folder = tmp_path / "blocks"
-    extra = {"shared_storage_path": str(folder)}
-    config = {"kv_connector": "shared_storage", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    llm = make_llm(max_model_len=512, kv_transfer_config=config)
+    llm = make_llm(max_model_len=512, kv_transfer_config=storage(folder))
     answer(llm)
     settle(llm)
     folder.rename(tmp_path / "elsewhere")
@@ -302,9 +299,7 @@ def test_a_folder_that_vanishes_is_made_again_with_its_key(expected: Any, make_l
 def test_a_damaged_folder_is_told_in_a_line_with_a_count(
     expected: Any, make_llm: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    extra = {"shared_storage_path": str(tmp_path)}
-    config = {"kv_connector": "shared_storage", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    llm = make_llm(max_model_len=512, kv_transfer_config=config)
+    llm = make_llm(max_model_len=512, kv_transfer_config=storage(tmp_path))
     answer(llm)
     settle(llm)
     paths = sorted(tmp_path.rglob("*.safetensors"))
