@@ -71,6 +71,21 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2-ends": ("Lfm2", {"layer_types": ["full_attention", "conv", "conv", "full_attention"]}),
+    "lfm2-moe": (
+        "Lfm2Moe", {**SHARED_MOE, "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1},
+    ),
+    "lfm2-moe-biased": (
+        "Lfm2Moe",
+        {
+            **SHARED_MOE, "layer_types": ["full_attention", "conv", "full_attention", "conv"], "num_dense_layers": 0,
+            "conv_bias": True, "conv_L_cache": 4, "norm_topk_prob": False, "routed_scaling_factor": 1.7,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2-moe-unbiased": (
+        "Lfm2Moe",
+        {**SHARED_MOE, "layer_types": ["conv"] * 3 + ["full_attention"], "use_expert_bias": False, "num_experts": 6},
+    ),
     "granite4": (
         "GraniteMoeHybrid",
         {

@@ -262,7 +262,7 @@ def _soften(model: Any) -> None:
         elif "embed" in name:
             parameter.normal_()
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.normal_(std=0.1)
 
 

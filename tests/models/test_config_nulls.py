@@ -31,10 +31,12 @@ MEANINGS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "original_max_position_embeddings": lambda config: config["max_position_embeddings"],
 }
 MEAN_NONE = ("q_lora_rank", "sliding_window")  # no number says what null says: tests of parity have it
-UNREAD = (("Lfm2", "hidden_act"), ("NemotronH", "hidden_act"))  # as transformers, which has SiLU and its own there
+# as transformers, which has SiLU and its own there
+UNREAD = (("Lfm2", "hidden_act"), ("Lfm2Moe", "hidden_act"), ("NemotronH", "hidden_act"))
 BASES: Mapping[str, Mapping[str, Any]] = {  # where transformers' defaults make no model
     "DeepseekV2": {"num_experts_per_tok": 6, "topk_method": "greedy"},
     "SeedOss": {"hidden_size": 5120},
+    "Lfm2Moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
 UNSAID = ("bos_token_id", "eos_token_id")  # ids are those that a file names: a family has none of its own
 # a file says its sizes; transformers' defaults for them are those of some published model

@@ -40,6 +40,8 @@ def test_layers_are_what_a_file_says_or_leaves_unsaid() -> None:
     assert _mixers(_read("Qwen3_5ForCausalLM")) == "ddda"
     assert _mixers(_read("Qwen3_5ForCausalLM", full_attention_interval=2)) == "dada"
     assert _mixers(_read("Lfm2ForCausalLM", full_attn_idxs=[2])) == "ccac"
+    moe = _read("Lfm2MoeForCausalLM", full_attn_idxs=[1], num_dense_layers=3)
+    assert _mixers(moe) == "cacc" and moe.moe_layers == {3} and moe.intermediate_size == 96
     assert _mixers(_read("NemotronHForCausalLM", hybrid_override_pattern="M-*E")) == "mnan"
     assert _mixers(_read("JambaForCausalLM", attn_layer_period=2, attn_layer_offset=1)) == "mama"
     assert _mixers(_read("FalconH1ForCausalLM", mamba_n_heads=16)) == "amamamam", "each layer counts as two"
@@ -78,6 +80,8 @@ def test_nemotron_h_knows_two_names_of_a_field() -> None:
         ),
         ("Lfm2ForCausalLM", {"layer_types": ["conv"] * 3 + ["linear_attention"]}, "layer_types="),
         ("Lfm2ForCausalLM", {"layer_types": ["conv"] * 3 + [["conv"]]}, "layer_types="),
+        ("Lfm2MoeForCausalLM", {}, "unsupported layer_types=null .4 of full_attention, attention, conv are needed"),
+        ("Lfm2MoeForCausalLM", {"layer_types": ["conv"] * 4, "num_experts_per_tok": 33}, "num_experts_per_tok=33 "),
         ("GraniteMoeHybridForCausalLM", {"layer_types": ["mamba"] * 3 + ["mlp"]}, "layer_types="),
         (
             "NemotronHForCausalLM",
@@ -134,6 +138,19 @@ def test_what_is_not_understood_is_refused_in_one_line(name: str, changes: dict[
     with pytest.raises(ValueError, match=message) as refusal:
         _read(name, **changes)
     assert "\n" not in str(refusal.value)
+
+
+def test_experts_of_lfm2_moe_in_one_tensor(tiny_case: Callable[[str], Case], tmp_path: Path) -> None:
+    """As transformers holds them in memory."""
+    case = tiny_case("lfm2-moe")
+    save_file(
+        {name: each.clone() for name, each in case.reference.state_dict().items() if name != "lm_head.weight"},
+        tmp_path / "model.safetensors",
+    )
+    (tmp_path / "config.json").write_text((case.folder / "config.json").read_text())
+    model = load_model(read_arch(tmp_path), tmp_path, torch.float32)
+    prompt = list(range(30, 60))
+    assert torch.equal(HybridRig(model).run(prompt, [30]), HybridRig(case.model).run(prompt, [30]))
 
 
 def test_the_text_half_of_a_larger_checkpoint(tiny_case: Callable[[str], Case], tmp_path: Path) -> None:

@@ -61,6 +61,18 @@ def test_a_multiplier_of_null_is_the_scale_of_plain_attention(tmp_path: Path) ->
     assert _error(case, HybridRig(case.model).run(PROMPT[:150], [150])) <= TOLERANCE
 
 
+@torch.inference_mode()
+def test_weights_of_experts_that_all_are_near_nought(tiny_case: Callable[[str], Case]) -> None:
+    """LFM2-MoE divides by a sum that a millionth is added to, which then decides."""
+    case = tiny_case("lfm2-moe")
+    block, own = case.reference.model.layers[1].feed_forward, case.model.layers[1].mlp
+    x = (torch.randn(7, 8) - 15) @ torch.linalg.pinv(block.gate.weight.detach()).t()
+    _, expected, chosen = block.gate(x, block.expert_bias)
+    weights, experts = own.route(x)
+    assert expected.sum(1).min() < 0.5 and torch.equal(experts, chosen)
+    torch.testing.assert_close(weights, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 300, 1100])
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -73,7 +85,9 @@ def test_H_6_logits_of_prompts_and_token_by_token(tiny_case: Callable[[str], Cas
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "lfm2", "granite4", "nemotron-h", "falcon-h1", "jamba"])
+@pytest.mark.parametrize(
+    "family", ["qwen3-next", "qwen3.5", "lfm2", "lfm2-moe", "granite4", "nemotron-h", "falcon-h1", "jamba"]
+)
 def test_H_8_bits_do_not_depend_on_the_batch(tiny_case: Callable[[str], Case], family: str, dtype: torch.dtype) -> None:
     """A row alone in one piece, and the same row in pieces beside others, give equal bits."""
     case = tiny_case(family)
@@ -143,7 +157,7 @@ def test_a_model_of_delta_nets_is_one_native_call_with_the_bits_of_its_lines(
     assert called == [4]
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next", "lfm2-biased", "granite4", "jamba"])
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next", "lfm2-biased", "lfm2-moe", "granite4", "jamba"])
 def test_what_stands_behind_a_mixer_is_one_operator_with_the_bits_of_its_lines(
     tiny_case: Callable[[str], Case], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ FAMILIES = [
     "qwen3.5-moe",
     "qwen3-next-every-other",
     "lfm2-biased",
+    "lfm2-moe",
     "bamba-biased",
     "granite4-dense",
     "granite4",

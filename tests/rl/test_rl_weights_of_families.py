@@ -46,9 +46,18 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def _gated_name(name: str) -> str:
+    """LFM2's names of an expert's projections, as others call them."""
+    path, _, rest = name.rpartition(".experts.")
+    for own, usual in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+        rest = rest.replace(f".{own}.", f".{usual}.")
+    return f"{path}.experts.{rest}" if path else name
+
+
 def _together(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The experts of each layer in two tensors, as transformers holds them; the rest as it is."""
     found = {name: each for name, each in weights.items() if ".experts." not in name}
+    weights = {_gated_name(name): each for name, each in weights.items()}
     for first in [name for name in weights if ".experts.0.down_proj" in name]:
         path, of_layer = first.partition(".0.down_proj")[0], dict[str, list[Tensor]]()
         own = [name for name in weights if name.startswith(f"{path}.")]

@@ -54,6 +54,7 @@ class Moe:
     groups_kept: int = 1
     group_score: int = 1  # a group is as good as the sum of this many of its best experts
     scale: float = 1.0  # of the chosen experts' weights
+    added_to_sum: float = 0.0  # to the sum of the chosen scores, by which norm_topk_prob divides
     shared_size: int = 0  # intermediate size of what every token meets; 0: num_shared experts as one
     shared_gate: bool = False  # each token weights it by a gate
     latent_size: int = 0  # experts compute on so many channels, projected from the hidden state and back; 0: on it

@@ -19,7 +19,7 @@ from octavo.ops.moe import ExpertWeights, run_experts
 
 
 class MoeMlp(Layer):
-    """Routed experts beside shared ones, as `Moe` says: Qwen3's, DeepSeek-V2's and -V3's rules of choice.
+    """Routed experts beside shared ones, as `Moe` says: Qwen3's, DeepSeek-V2's and -V3's, LFM2's rules of choice.
 
     `activation`: as an MLP's; experts of one that is not gated have no gates. They may compute on fewer channels than
     the hidden state has.
@@ -100,7 +100,7 @@ def choose_experts(
         total = weights[:, :1].clone()
         for rank in range(1, moe.experts_per_token):  # a fixed order of summation
             total += weights[:, rank : rank + 1]
-        weights = weights / total
+        weights = weights / (total + moe.added_to_sum if moe.added_to_sum else total)
     return weights * moe.scale, experts
 
 

@@ -33,7 +33,7 @@ DTYPES = {
     name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")
 }  # names, with or without "torch."
 _SHOWN = 5
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(?:(gate|up|down)_proj|\w+)\.weight")
 
 
 def pattern_of(name: str) -> str:
@@ -78,7 +78,8 @@ def _joined(targets: Mapping[str, Target], stacked: Mapping[str, Sequence[str]])
         own = "gate_up_proj" if gated and projection != "down" else f"{projection}_proj"
         size, place = target.shape[0], int(gated and projection == "up")
         piece = Piece(name, int(number), slice(place * size, (place + 1) * size))
-        found.setdefault(f"{experts}.{own}", []).append(piece)
+        if projection:
+            found.setdefault(f"{experts}.{own}", []).append(piece)
         pattern = pattern_of(name)
         if pattern in places:
             layer = next(part for part in name.split(".") if part.isdigit())

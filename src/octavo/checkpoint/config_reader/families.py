@@ -140,6 +140,11 @@ FAMILIES = {
         read="octavo.checkpoint.config_reader.hybrids:read_lfm2",
         usual={"num_key_value_heads": 8, "max_position_embeddings": 128_000},
     ),
+    "Lfm2MoeForCausalLM": Family(
+        model="octavo.models.hybrids.lfm2:Lfm2ForCausalLM", qk_norm=True, theta=1e6,
+        read="octavo.checkpoint.config_reader.hybrids:read_lfm2_moe",
+        usual={"num_key_value_heads": 8, "max_position_embeddings": 128_000},
+    ),
     "GraniteMoeHybridForCausalLM": Family(
         model="octavo.models.hybrids.granite:GraniteHybridForCausalLM", bias="field",
         read="octavo.checkpoint.config_reader.hybrids:read_granite_hybrid",

@@ -72,15 +72,42 @@ def read_qwen3_next(fields: Fields, family: Family) -> Arch:
 def read_lfm2(fields: Fields, family: Family) -> Arch:
     """The facts of an LFM2."""
     fields = Fields({**family.usual, **fields.values}, fields.where)
-    num_layers = fields.integer("num_hidden_layers", 1, 1024)
-    attending = fields.layers("full_attn_idxs", num_layers, range(num_layers))
-    usual = ["full_attention" if layer in attending else "conv" for layer in range(num_layers)]
-    mixers = _mixers(fields, "layer_types", usual, _CONV_MIXERS)
     inner = fields.integer("block_ff_dim", 1, _MAX_SIZE, fields.integer("intermediate_size", 1, _MAX_SIZE))
     if fields.flag("block_auto_adjust_ff_dim", True):
         unit = fields.integer("block_multiple_of", 1, _MAX_SIZE, 256)
         inner = int(fields.number("block_ffn_dim_multiplier", 1e-3, 1e3, 1.0) * int(2 * inner / 3))
         inner = unit * math.ceil(inner / unit)
+    return _lfm2(fields, family, inner)
+
+
+def read_lfm2_moe(fields: Fields, family: Family) -> Arch:
+    """The facts of an LFM2-MoE: an LFM2 whose MLPs have the size that is said, with experts in later layers."""
+    fields = Fields({**family.usual, **fields.values}, fields.where)
+    num_layers = fields.integer("num_hidden_layers", 1, 1024)
+    if fields.get("layer_types") is None and fields.get("full_attn_idxs") is None:
+        fields.refuse("layer_types", None, f"{num_layers} of {', '.join(_CONV_MIXERS)} are needed")
+    arch = _lfm2(fields, family, fields.integer("intermediate_size", 1, _MAX_SIZE))
+    num_experts = fields.integer("num_experts", 1, 4096, 32)
+    moe = Moe(
+        num_experts=num_experts,
+        experts_per_token=fields.integer("num_experts_per_tok", 1, num_experts, 4),
+        expert_size=fields.integer("moe_intermediate_size", 1, _MAX_SIZE, 1792),
+        norm_topk_prob=fields.flag("norm_topk_prob", True),
+        scoring="sigmoid",
+        corrected=fields.flag("use_expert_bias", True),
+        scale=fields.number("routed_scaling_factor", 0, 1e6, 1.0),
+        added_to_sum=1e-6,
+    )
+    routed = frozenset(range(fields.integer("num_dense_layers", 0, 1 << 20, 2), num_layers))
+    return dataclasses.replace(arch, moe=moe if routed else None, moe_layers=routed)
+
+
+def _lfm2(fields: Fields, family: Family, inner: int) -> Arch:
+    """What both have. inner: the size of an MLP."""
+    num_layers = fields.integer("num_hidden_layers", 1, 1024)
+    attending = fields.layers("full_attn_idxs", num_layers, range(num_layers))
+    usual = ["full_attention" if layer in attending else "conv" for layer in range(num_layers)]
+    mixers = _mixers(fields, "layer_types", usual, _CONV_MIXERS)
     tied = fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True))
     eps = fields.number("norm_eps", 1e-12, 1.0, 1e-5)
     arch = read_fields(

@@ -1,7 +1,7 @@
 """LFM2: layers with a gated convolution over a few tokens, some of which attend instead, each with an MLP behind it.
 
-Owns the whole model and its weight map. Source: Liquid AI's LFM2 technical report (arXiv 2511.23404). Invariant:
-float32 logits within 1e-5 of transformers', relative to the largest.
+LFM2-MoE has experts there, but for its first layers. Owns both models and their weight map. Source: Liquid AI's LFM2
+technical report (arXiv 2511.23404). Invariant: float32 logits within 1e-5 of transformers', relative to the largest.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from octavo.checkpoint.arch import Arch, ShortConv
 from octavo.layers.attention import Attention, RotaryTable, plain_specs, rotary_tables
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
-from octavo.layers.mlp import Mlp
+from octavo.layers.moe import make_network
 from octavo.layers.norm import RMSNorm
 from octavo.layers.recurrent import ShortConvolution, state_spec
 from octavo.models.base import WeightMap
 from octavo.models.causal_lm import CausalLM
 
-_ATTENTION = "model.layers.*.self_attn"
+_ATTENTION, _NETWORK = "model.layers.*.self_attn", "model.layers.*.feed_forward"
 WEIGHT_MAP: WeightMap = {
     "model.layers.*.operator_norm.weight": ("layers.*.input_norm.weight", ""),
     f"{_ATTENTION}.q_proj.weight": ("layers.*.attention.qkv.weight", "q"),
@@ -35,9 +35,14 @@ WEIGHT_MAP: WeightMap = {
     "model.layers.*.conv.out_proj.weight": ("layers.*.conv.out.weight", ""),
     "model.layers.*.conv.out_proj.bias": ("layers.*.conv.out.bias", ""),
     "model.layers.*.ffn_norm.weight": ("layers.*.mlp_norm.weight", ""),
-    "model.layers.*.feed_forward.w1.weight": ("layers.*.mlp.gate_up.weight", "gate"),
-    "model.layers.*.feed_forward.w3.weight": ("layers.*.mlp.gate_up.weight", "up"),
-    "model.layers.*.feed_forward.w2.weight": ("layers.*.mlp.down.weight", ""),
+    f"{_NETWORK}.w1.weight": ("layers.*.mlp.gate_up.weight", "gate"),
+    f"{_NETWORK}.w3.weight": ("layers.*.mlp.gate_up.weight", "up"),
+    f"{_NETWORK}.w2.weight": ("layers.*.mlp.down.weight", ""),
+    f"{_NETWORK}.gate.weight": ("layers.*.mlp.router.weight", ""),
+    f"{_NETWORK}.expert_bias": ("layers.*.mlp.correction", ""),
+    f"{_NETWORK}.experts.*.w1.weight": ("layers.*.mlp.experts.*.gate_up.weight", "gate"),
+    f"{_NETWORK}.experts.*.w3.weight": ("layers.*.mlp.experts.*.gate_up.weight", "up"),
+    f"{_NETWORK}.experts.*.w2.weight": ("layers.*.mlp.experts.*.down.weight", ""),
     "model.embedding_norm.weight": ("norm.weight", ""),
 }
 
@@ -60,7 +65,7 @@ class GatedConvolution(Layer):
 
 
 class Lfm2Layer(Layer):
-    """Norm, gated convolution, norm, MLP."""
+    """Norm, gated convolution, norm, experts or an MLP."""
 
     def __init__(self, index: int, arch: Arch, dtype: torch.dtype) -> None:
         """Layer number `index` of `arch`."""
@@ -70,7 +75,7 @@ class Lfm2Layer(Layer):
         self.conv = GatedConvolution(index, arch.hidden_size, arch.conv, dtype)
         self.spec = self.conv.spec
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
+        self.mlp = make_network(index, arch, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
@@ -81,7 +86,7 @@ class Lfm2Layer(Layer):
 
 
 class Lfm2AttentionLayer(Layer):
-    """Norm, attention with norms on the heads of q and k, norm, MLP."""
+    """Norm, attention with norms on the heads of q and k, norm, experts or an MLP."""
 
     def __init__(self, index: int, arch: Arch, spec: AttentionSpec, rotary: RotaryTable, dtype: torch.dtype) -> None:
         """Layer number `index` of `arch`."""
@@ -90,7 +95,7 @@ class Lfm2AttentionLayer(Layer):
         self.spec = spec
         self.attention = Attention(index, spec, rotary, arch, dtype, qk_norm=True)
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
+        self.mlp = make_network(index, arch, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
@@ -106,6 +111,11 @@ class Lfm2AttentionLayer(Layer):
 
 class Lfm2ForCausalLM(CausalLM):
     """Embedding, layers, last norm and output head; see models.base.Model."""
+
+    stacked_weights = {
+        f"{_NETWORK}.experts.gate_up_proj": (f"{_NETWORK}.experts.*.w1.weight", f"{_NETWORK}.experts.*.w3.weight"),
+        f"{_NETWORK}.experts.down_proj": (f"{_NETWORK}.experts.*.w2.weight",),
+    }
 
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """On the meta device, of the shape that `arch` says."""
