@@ -111,7 +111,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-partial": ("Qwen3", {"partial_rotary_factor": 0.25, "head_dim": 32}),
     "deepseek2-biased": (
         "DeepseekV2",
-        {**LATENT, "q_lora_rank": None, "attention_bias": True, "topk_method": "greedy"},
+        {**LATENT, "q_lora_rank": None, "attention_bias": True, "mlp_bias": True, "topk_method": "greedy"},
     ),
     "mistral-window": ("Mistral", {"sliding_window": 40}),
     "mistral": ("Mistral", {"sliding_window": None}),

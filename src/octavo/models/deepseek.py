@@ -14,8 +14,7 @@ from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import RotaryTable
 from octavo.layers.base import Layer
 from octavo.layers.latent_attention import LatentAttention
-from octavo.layers.mlp import Mlp
-from octavo.layers.moe import MoeMlp
+from octavo.layers.moe import make_network
 from octavo.layers.norm import RMSNorm
 from octavo.models.base import WeightMap
 from octavo.models.causal_lm import CausalLM
@@ -36,6 +35,9 @@ WEIGHT_MAP: WeightMap = {
     "model.layers.*.mlp.gate_proj.weight": ("layers.*.mlp.gate_up.weight", "gate"),
     "model.layers.*.mlp.up_proj.weight": ("layers.*.mlp.gate_up.weight", "up"),
     "model.layers.*.mlp.down_proj.weight": ("layers.*.mlp.down.weight", ""),
+    "model.layers.*.mlp.gate_proj.bias": ("layers.*.mlp.gate_up.bias", "gate"),
+    "model.layers.*.mlp.up_proj.bias": ("layers.*.mlp.gate_up.bias", "up"),
+    "model.layers.*.mlp.down_proj.bias": ("layers.*.mlp.down.bias", ""),
     "model.layers.*.mlp.gate.weight": ("layers.*.mlp.router.weight", ""),
     "model.layers.*.mlp.gate.e_score_correction_bias": ("layers.*.mlp.correction", ""),
     "model.layers.*.mlp.experts.*.gate_proj.weight": ("layers.*.mlp.experts.*.gate_up.weight", "gate"),
@@ -44,6 +46,9 @@ WEIGHT_MAP: WeightMap = {
     "model.layers.*.mlp.shared_experts.gate_proj.weight": ("layers.*.mlp.shared.gate_up.weight", "gate"),
     "model.layers.*.mlp.shared_experts.up_proj.weight": ("layers.*.mlp.shared.gate_up.weight", "up"),
     "model.layers.*.mlp.shared_experts.down_proj.weight": ("layers.*.mlp.shared.down.weight", ""),
+    "model.layers.*.mlp.shared_experts.gate_proj.bias": ("layers.*.mlp.shared.gate_up.bias", "gate"),
+    "model.layers.*.mlp.shared_experts.up_proj.bias": ("layers.*.mlp.shared.gate_up.bias", "up"),
+    "model.layers.*.mlp.shared_experts.down_proj.bias": ("layers.*.mlp.shared.down.bias", ""),
     "model.norm.weight": ("norm.weight", ""),
 }
 
@@ -57,12 +62,7 @@ class DeepseekLayer(Layer):
         self.input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.attention = LatentAttention(index, arch, spec, rotary, dtype)
         self.post_attention_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self.mlp: Mlp | MoeMlp
-        if index in arch.moe_layers:
-            assert arch.moe is not None, "layers with experts need their facts"
-            self.mlp = MoeMlp(arch.hidden_size, arch.moe, arch.activation, dtype)
-        else:
-            self.mlp = Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
+        self.mlp = make_network(index, arch, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""

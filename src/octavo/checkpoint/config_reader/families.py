@@ -100,7 +100,7 @@ FAMILIES = {
         model="octavo.models.qwen3_moe:Qwen3MoeForCausalLM", bias="field", qk_norm=True, sliding="all",
         window_flag=True, moe="qwen", usual={"num_key_value_heads": 4},
     ),
-    "DeepseekV2ForCausalLM": Family(model=_DEEPSEEK, bias="field", latent=True, moe="deepseek2"),
+    "DeepseekV2ForCausalLM": Family(model=_DEEPSEEK, bias="field", latent=True, moe="deepseek2", mlp_bias=True),
     "DeepseekV3ForCausalLM": Family(model=_DEEPSEEK, bias="field", latent=True, moe="deepseek3"),
     "Olmo3ForCausalLM": Family(
         model="octavo.models.olmo3:Olmo3ForCausalLM", bias="field", sliding="pattern", theta=5e5, full_scaling=True,
