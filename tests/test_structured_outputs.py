@@ -102,7 +102,8 @@ def test_json_objects_are_read_as_vllm_sends_them() -> None:
     assert SamplingParams.from_optional(structured_outputs=value).structured_outputs is not None
     for bad, code in [
         ({"regexp": "a"}, "unknown_field"),
-        ({"structural_tag": "x"}, "unsupported_parameter"),
+        ({"disable_additional_properties": True}, "unsupported_parameter"),
+        ({"structural_tag": {"format": {"type": "token"}}}, "unsupported"),
         ([], "invalid_type"),
     ]:
         with pytest.raises(ParameterError) as caught:

@@ -100,13 +100,45 @@ GRAMMARS = {
     "json within": ('start: "<" body ">"\nbody: %json {"type": "boolean"}', r"<(true|false)>"),
 }
 
+_YES = {"type": "json_schema", "json_schema": {"type": "boolean"}}
+
+
+def _tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+# format, a regex for its outputs
+TAGS: dict[str, tuple[dict[str, Any], str]] = {
+    "tag": (_tag("<a>", {"type": "json_schema", "json_schema": _SMALL}, "</a>"), r"<a>\d{1,2}</a>"),
+    "text up to a mark": (_tag("def ", {"type": "any_text", "excludes": ["zz"]}, ":"), r"(?s)def [^:]*:"),
+    "text, then a call": (
+        {"type": "sequence", "elements": [{"type": "any_text"}, _tag("(", _YES, ")")]},
+        r"(?s)[^(]*\((true|false)\)",
+    ),
+    "one call": (
+        {
+            "type": "triggered_tags",
+            "triggers": ["<f="],
+            "tags": [_tag("<f=a>", _YES, "</f>"), _tag("<f=b>", {"type": "const_string", "value": "no"}, "</f>")],
+            "at_least_one": True,
+            "stop_after_first": True,
+        },
+        r"<f=(a>(true|false)|b>no)</f>",
+    ),
+    "separated": (
+        {"type": "repeat", "min": 2, "max": 3, "content": _tag("- ", {"type": "regex", "pattern": "[a-z]{2,5}"}, "\n")},
+        r"(- [a-z]{2,5}\n){2,3}",
+    ),
+}
+
 
 def forms() -> dict[str, dict[str, Any]]:
     """Name -> arguments of StructuredOutputsParams."""
     found: dict[str, dict[str, Any]] = {f"json: {name}": {"json": schema} for name, schema in SCHEMAS.items()}
     found |= {f"regex: {name}": {"regex": regex} for name, regex in REGEXES.items()}
     found |= {f"choice: {name}": {"choice": choice} for name, choice in CHOICES.items()}
-    return found | {f"grammar: {name}": {"grammar": grammar} for name, (grammar, _) in GRAMMARS.items()}
+    found |= {f"grammar: {name}": {"grammar": grammar} for name, (grammar, _) in GRAMMARS.items()}
+    return found | {f"tag: {name}": {"structural_tag": {"format": format}} for name, (format, _) in TAGS.items()}
 
 
 def satisfies(form: dict[str, Any], text: str) -> bool:
@@ -121,5 +153,8 @@ def satisfies(form: dict[str, Any], text: str) -> bool:
         return re.fullmatch(form["regex"], text) is not None
     if "choice" in form:
         return text in form["choice"]
+    if "structural_tag" in form:
+        known = next(regex for format, regex in TAGS.values() if format == form["structural_tag"]["format"])
+        return re.fullmatch(known, text) is not None
     pattern = next(pattern for grammar, pattern in GRAMMARS.values() if grammar == form["grammar"])
     return re.fullmatch(pattern, text) is not None

@@ -17,7 +17,9 @@ from octavo.sampling.told import Line, ToldTokens
 from test_drafters import SPEAKERS, make
 from test_drafts import PROMPTS, Counts, Job, facts, form, params, run
 
+_NUMBER = {"type": "tag", "begin": "(", "content": {"type": "regex", "pattern": "[0-9]{1,3}"}, "end": ")"}
 FORMS: list[dict[str, Any]] = [
+    form(structural_tag={"format": {"type": "triggered_tags", "triggers": ["("], "tags": [_NUMBER]}}),
     form(regex="[a-d ]{20,40}"),
     form(json={"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}),
     form(choice=["return a", "return b"]),

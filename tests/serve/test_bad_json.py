@@ -213,6 +213,7 @@ def test_values_of_the_wrong_type(mock_server: RunningServer, path: str, field: 
         ({"stream": True, "stream_options": {"include_usage": "yes"}}, "invalid_type"),
         ({"n": 1024, "max_tokens": 2**31 - 1, "min_tokens": 2**31 - 1}, "out_of_range"),
         ({"response_format": {"type": "xml"}}, "invalid_value"),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "token"}}}, "unsupported"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "conflicting"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "conflicting"),
     ],

@@ -180,6 +180,10 @@ def test_a_form_is_kept(server: RunningServer) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     content = chat(server, max_tokens=60, response_format=form)["choices"][0]["message"]["content"]
     assert json.loads(content)["a"] in (1, 2)
+    call = {"begin": "<f=a>", "schema": schema, "end": "</f>"}
+    form = {"type": "structural_tag", "structures": [call], "triggers": ["<f="], "at_least_one": True}
+    content = chat(server, max_tokens=60, response_format=form)["choices"][0]["message"]["content"]
+    assert content.startswith(('<f=a>{"a":1}</f>', '<f=a>{"a":2}</f>'))
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "lamp"}}])

@@ -188,9 +188,20 @@ def test_a_null_max_tokens_fills_the_context(server: RunningServer) -> None:
     assert complete(server, prompt=[5] * 2047, max_tokens=100)["usage"]["total_tokens"] == 2048
 
 
+YES = {"type": "json_schema", "json_schema": {"type": "boolean"}}
+TAG = {"format": {"type": "tag", "begin": "<", "content": YES, "end": ">"}}
+
+
 @pytest.mark.parametrize(
     "form, wanted",
-    [({"choice": ["yes", "no"]}, ("yes", "no")), ({"regex": "a{3}b"}, ("aaab",))],
+    [
+        ({"choice": ["yes", "no"]}, ("yes", "no")),
+        ({"regex": "a{3}b"}, ("aaab",)),
+        (
+            {"structural_tag": {"format": {"type": "tag", "begin": "<", "content": YES, "end": ">"}}},
+            ("<true>", "<false>"),
+        ),
+    ],
 )
 def test_structured_outputs(server: RunningServer, form: dict[str, Any], wanted: tuple[str, ...]) -> None:
     assert complete(server, prompt="say ", structured_outputs=form)["choices"][0]["text"] in wanted

@@ -81,6 +81,13 @@ def test_sglangs_generate(server: RunningServer, drawn: dict[str, Any]) -> None:
     assert [line[1] for line in lines] == PROMPT and lines[0][0] is None and lines[1][0] < 0
     form = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 8, "regex": "[ab]{3}"}}
     assert len(server.post("/generate", form).json()["text"]) == 3
+    tag = {
+        "structures": [{"begin": "<a>", "schema": {"const": 1}, "end": "</a>"}],
+        "triggers": ["<"],
+        "at_least_one": True,
+    }
+    form["sampling_params"] = {"max_new_tokens": 20, "structural_tag": json.dumps(tag)}
+    assert server.post("/generate", form).json()["text"].startswith("<a>1</a>")
     text = server.post("/generate", {"text": "hello", "sampling_params": {"max_new_tokens": 2, "min_p": 0.1}}).json()
     assert text["meta_info"]["completion_tokens"] <= 2
 

@@ -80,6 +80,8 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "start: nothing"}, "grammar_invalid"),
     ({"grammar": "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000}, "schema_too_complex"),
     ({"grammar": SLOW}, "schema_too_complex"),
+    ({"structural_tag": {"format": {"type": "tag", "begin": "", "end": "x",
+                                    "content": {"type": "grammar", "grammar": SLOW}}}}, "schema_too_complex"),
 ]  # fmt: skip
 
 
@@ -217,6 +219,12 @@ def test_forms_whose_senders_have_left_hold_up_nobody() -> None:
     _with_sandbox(use)
 
 
+def _tag(schema: dict[str, Any]) -> dict[str, Any]:
+    """Free text in which calls may stand."""
+    call = {"begin": "<f=a>", "content": {"type": "json_schema", "json_schema": schema}, "end": "</f>"}
+    return {"type": "structural_tag", "format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [call]}}
+
+
 def test_the_engine_gets_forms_in_words_that_compile_at_once() -> None:
     """What takes the interpreter's lock for long is done in the sandbox, once."""
     rules = "\n".join(f'r{number} ::= "a" r{number + 1}' for number in range(50))
@@ -224,6 +232,7 @@ def test_the_engine_gets_forms_in_words_that_compile_at_once() -> None:
         _form(grammar=f'root ::= r0\n{rules}\nr50 ::= "z"'),
         _form(json={"oneOf": [{"required": ["a"]}, {"required": ["b"]}], "type": "object"}),
         _form(json={"type": "string", "format": "color"}),
+        _form(structural_tag=_tag({"type": "string", "format": "color"})),
     ]
 
     async def use(sandbox: GrammarSandbox) -> None:
@@ -272,6 +281,10 @@ def test_response_formats() -> None:
     assert from_response_format(whole) == _form(json=schema)
     assert from_response_format({"type": "json_schema", "name": "n", "schema": schema}) == _form(json=schema)
     assert from_response_format({"type": "json_schema", "json_schema": {"name": "n"}}) == _form(json_object=True)
+    older = {"structures": [{"begin": "<f=a>", "schema": schema, "end": "</f>"}], "triggers": ["<f="]}
+    for tag in (_tag(schema), {"type": "structural_tag", **older}):
+        assert from_response_format(tag) == _form(structural_tag=_tag(schema))
+        assert from_request(None, {"structural_tag": json.dumps(tag)}) == _form(structural_tag=_tag(schema))
     assert from_request(None, {"regex": "a"}) == _form(regex="a")
     assert from_request({"type": "text"}, {"regex": "a"}) == _form(regex="a")
     assert from_request(whole, None) == _form(json=schema)
@@ -293,6 +306,7 @@ def test_response_formats() -> None:
         ({"type": "json_object"}, {"regex": "a"}, "structured_outputs", "conflicting"),
         (None, {"regex": "a", "json": {}}, "structured_outputs", "conflicting"),
         (None, "a", "structured_outputs", "invalid_type"),
+        ({"type": "structural_tag"}, None, "structured_outputs.structural_tag", "grammar_invalid"),
     ],
 )
 def test_bad_fields(response_format: Any, structured: Any, field: str, code: str) -> None:

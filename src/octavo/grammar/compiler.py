@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from octavo.grammar.structural_tag import special_tokens, tag_grammar, with_forms
 from octavo.grammar.text import (
     FIELD,
     MET_A_LIMIT,
@@ -104,6 +105,7 @@ class Grammars:
         self.num_words = -(-(vocab_size + (not self._eos_token_ids)) // 32)
         self._tokenizer: llguidance.LLTokenizer | None = None
         self._texts: _Texts | None = None
+        self._special = dict[str, int]()  # tokens by their texts, once the tokenizer is loaded
         self._marks: dict[str, ClosingMark] = {}  # as many as a model has ways to end its reasoning
         self._cache: collections.OrderedDict[bytes, CompiledForm] = collections.OrderedDict()
         self._lock, self._loading, self._marking = threading.Lock(), threading.Lock(), threading.Lock()
@@ -178,6 +180,8 @@ class Grammars:
         """
         if structured.form == "grammar":
             structured = as_lark(structured)
+        elif structured.form == "structural_tag":
+            structured = with_forms(structured, lambda inner: self.spell(inner)[0])
         try:
             return structured, self._build(structured)
         except ParameterError as error:
@@ -193,7 +197,8 @@ class Grammars:
             raise first if error.code == "schema_invalid" else error from None
 
     def _build(self, structured: StructuredOutputsParams) -> llguidance.LLMatcher:
-        tokenizer, structured = self._tokenizer or self._load_tokenizer(), in_safe_words(structured)
+        tokenizer, is_tag = self._tokenizer or self._load_tokenizer(), structured.form == "structural_tag"
+        structured = with_forms(structured, in_safe_words) if is_tag else in_safe_words(structured)
         import llguidance
 
         limits = llguidance.LLParserLimits(
@@ -204,10 +209,13 @@ class Grammars:
             verbose_errors=False,
         )
         try:
-            found = llguidance.LLMatcher(tokenizer, grammar_text(structured), log_level=0, limits=limits)
+            text = tag_grammar(structured, self._special) if is_tag else grammar_text(structured)
+            found = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
             mask = found.compute_bitmask() if not found.is_error() else b""
             error = found.get_error() if found.is_error() else ""
             ended = found.is_accepting()
+        except ParameterError:  # what cannot be said to the library
+            raise
         except Exception as failure:  # what the library refuses while it reads
             raise refusal(structured, str(failure)) from None
         except BaseException as failure:
@@ -246,6 +254,7 @@ class Grammars:
                 texts = self._texts = _Texts(self._load(), self._vocab_size, self._eos_token_ids)
                 ending = [token for token, text in enumerate(texts.tokens) if text[:1] in _ENDS and text]
                 self._ending_tokens = np.array(ending, np.int64)
+                self._special = special_tokens(texts.tokens, texts.special_token_ids)
                 self._tokenizer = llguidance.LLTokenizer(
                     llguidance.TokenizerWrapper(texts), n_vocab=len(texts.tokens), eos_token=texts.eos_token_ids
                 )

@@ -1,4 +1,4 @@
-"""What form a user asks of an output: JSON, a regex, one of several texts, or a grammar.
+"""What form a user asks of an output: JSON, a regex, one of several texts, a grammar, or text with tags.
 
 Owns StructuredOutputsParams (vLLM's names) and the limits that can be checked without compiling: sizes, depth, number
 of choices, references. Does not know tokens, nor what the texts mean; `octavo.grammar.compiler` compiles them.
@@ -15,25 +15,28 @@ from typing import Any
 import msgspec
 from msgspec.structs import force_setattr
 
+from octavo.request.structural_tag import StructuralTag, read
 from octavo.request.validation import ParameterError, as_strings, check_unicode, shown, type_error
 
 MAX_TEXT_BYTES = 65_536  # of a schema, a regex, a grammar, or all choices together
 MAX_DEPTH = 64
 MAX_CHOICES = 1000  # also the values of one enum
-FORMS = ("json", "regex", "choice", "grammar", "json_object")
+FORMS = ("json", "regex", "choice", "grammar", "structural_tag", "json_object")
 _FIELD = "structured_outputs"
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The form of an output. Exactly one of the first five is given. Raises ParameterError on a bad value.
+    """The form of an output. Exactly one of the first six is given. Raises ParameterError on a bad value.
 
-    After construction `json` is a text. Whether the text can be compiled is for `octavo.grammar.compiler`.
+    After construction `json` and `structural_tag` are texts. Whether these can be compiled is for
+    `octavo.grammar.compiler`.
     """
 
     json: str | dict[str, Any] | None = None  # a JSON schema
     regex: str | None = None  # matches the whole output
     choice: list[str] | None = None
     grammar: str | None = None  # Lark, or EBNF with ::= (GBNF)
+    structural_tag: str | dict[str, Any] | None = None  # free text with forms in it, see `structural_tag`
     json_object: bool = False  # any JSON object
     disable_any_whitespace: bool | None = None  # False: a few spaces and line breaks may stand between JSON's parts
     whitespace_pattern: str | None = None  # a regex of what may stand there; by default nothing may: JSON is compact
@@ -50,6 +53,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
             raise ParameterError(_FIELD, f"takes exactly one of {', '.join(FORMS)}, got {got}", "conflicting")
         if self.json is not None:
             force_setattr(self, "json", _schema_text(self.json))
+        if self.structural_tag is not None:
+            force_setattr(self, "structural_tag", _tag_text(self.structural_tag))
         for name in ("regex", "grammar", "whitespace_pattern"):
             if getattr(self, name) is not None:
                 _check_text(f"{_FIELD}.{name}", getattr(self, name))
@@ -78,9 +83,9 @@ def read_structured_outputs(value: object, field: str = _FIELD) -> StructuredOut
     for name, entry in value.items():
         if name in known:
             given[name] = entry
-        elif name in ("structural_tag", "disable_additional_properties") and entry not in (None, False):
+        elif name == "disable_additional_properties" and entry not in (None, False):
             raise ParameterError(f"{field}.{name}", "is not supported", "unsupported_parameter")
-        elif name not in ("structural_tag", "disable_additional_properties", "disable_fallback"):
+        elif name not in ("disable_additional_properties", "disable_fallback"):
             raise ParameterError(f"{field}.{str(name)[:64]}", f"unknown: {', '.join(known)} are known", "unknown_field")
     return StructuredOutputsParams(**{name: entry for name, entry in given.items() if entry is not None})
 
@@ -112,7 +117,20 @@ def _choices(value: object) -> list[str]:
 
 def _schema_text(schema: object) -> str:
     """The schema as compact JSON text, its keys in the given order. Raises ParameterError."""
-    name = f"{_FIELD}.json"
+    return _object_text(f"{_FIELD}.json", schema, "a JSON schema, that is an object")
+
+
+def _tag_text(tag: object) -> str:
+    """The tag as compact JSON text, in the newer words whichever it came in. Raises ParameterError."""
+    name = f"{_FIELD}.structural_tag"
+    text = _object_text(name, tag, "an object, or its JSON")
+    made = msgspec.json.encode(StructuralTag(read(msgspec.json.decode(text), name)))
+    _check_size(name, len(made))
+    return made.decode()
+
+
+def _object_text(name: str, given: object, wanted: str) -> str:
+    schema = given
     if isinstance(schema, str):
         _check_size(name, len(schema))
         try:
@@ -124,7 +142,7 @@ def _schema_text(schema: object) -> str:
         except RecursionError:
             raise ParameterError(name, f"is nested deeper than {MAX_DEPTH}", "schema_too_complex") from None
     if not isinstance(schema, Mapping):
-        raise type_error(name, "a JSON schema, that is an object", schema)
+        raise type_error(name, wanted, schema)
     _check_tree(name, schema)
     try:
         text = msgspec.json.encode(schema)

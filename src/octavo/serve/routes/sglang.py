@@ -32,7 +32,7 @@ _NAMES = {
     "sampling_seed": "seed",
     "no_stop_trim": "include_stop_str_in_output",
 }
-_FORMS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
+_FORMS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
 _IGNORED = frozenset({"custom_params", "stop_regex", "stream_interval"})
 
 

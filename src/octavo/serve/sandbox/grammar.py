@@ -44,7 +44,8 @@ _KEPT_ENVIRONMENT = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", 
 
 def client_names(field: str, schema: str) -> dict[str, str]:
     """What a client calls the fields of a StructuredOutputsParams that came from `field`, its schema from `schema`."""
-    return {"structured_outputs": field, "structured_outputs.json": schema, "structured_outputs.json_object": field}
+    names = {"structured_outputs": field, "structured_outputs.json": schema}
+    return names | {f"structured_outputs.{form}": field for form in ("json_object", "structural_tag")}
 
 
 def form_names(response_format: object, structured_outputs: object) -> dict[str, str]:
@@ -57,7 +58,7 @@ def form_names(response_format: object, structured_outputs: object) -> dict[str,
 
 
 def from_response_format(value: object, field: str = "response_format") -> StructuredOutputsParams | None:
-    """OpenAI's {"type": "text" | "json_object" | "json_schema"}; of the last both forms, chat's and Responses'.
+    """OpenAI's {"type": "text" | "json_object" | "json_schema"}, the last as chat and Responses have it, or vLLM's tag.
 
     Errors of the schema itself name `structured_outputs.json`: see `client_names`. Raises ParameterError.
     """
@@ -70,8 +71,12 @@ def from_response_format(value: object, field: str = "response_format") -> Struc
         return None
     if kind == "json_object":
         return StructuredOutputsParams(json_object=True)
+    if kind == "structural_tag":
+        return StructuredOutputsParams(structural_tag=dict(value))
     if kind != "json_schema":
-        raise ParameterError(f"{field}.type", "must be text, json_object or json_schema", "invalid_value")
+        raise ParameterError(
+            f"{field}.type", "must be text, json_object, json_schema or structural_tag", "invalid_value"
+        )
     inner = value.get("json_schema", value if "schema" in value else None)
     if not isinstance(inner, Mapping):
         raise type_error(f"{field}.json_schema", "an object", inner)
