@@ -86,6 +86,25 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2Moe",
         {**SHARED_MOE, "layer_types": ["conv"] * 3 + ["full_attention"], "use_expert_bias": False, "num_experts": 6},
     ),
+    "lfm3": ("Lfm3", {"head_dim": 32, "num_hidden_layers": 5, "sliding_window": 24}),
+    "lfm3-biased": (
+        "Lfm3",
+        {
+            "head_dim": 24, "layer_types": ["sliding_attention", "conv", "full_attention", "conv"], "conv_bias": True,
+            "attention_bias": True, "sliding_window": 70, "tie_word_embeddings": False, "conv_L_cache": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": 0.3},
+                "sliding_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 2e4},
+            },
+        },
+    ),
+    "lfm3-plain": (
+        "Lfm3",
+        {
+            "head_dim": 16, "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "use_sandwich_norm": False, "use_attention_gate": False,
+        },
+    ),
     "granite4": (
         "GraniteMoeHybrid",
         {

@@ -32,7 +32,7 @@ MEANINGS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 }
 MEAN_NONE = ("q_lora_rank", "sliding_window")  # no number says what null says: tests of parity have it
 # as transformers, which has SiLU and its own there
-UNREAD = (("Lfm2", "hidden_act"), ("Lfm2Moe", "hidden_act"), ("NemotronH", "hidden_act"))
+UNREAD = (("Lfm2", "hidden_act"), ("Lfm2Moe", "hidden_act"), ("Lfm3", "hidden_act"), ("NemotronH", "hidden_act"))
 BASES: Mapping[str, Mapping[str, Any]] = {  # where transformers' defaults make no model
     "DeepseekV2": {"num_experts_per_tok": 6, "topk_method": "greedy"},
     "SeedOss": {"hidden_size": 5120},

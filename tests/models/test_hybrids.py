@@ -86,7 +86,7 @@ def test_H_6_logits_of_prompts_and_token_by_token(tiny_case: Callable[[str], Cas
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "family", ["qwen3-next", "qwen3.5", "lfm2", "lfm2-moe", "granite4", "nemotron-h", "falcon-h1", "jamba"]
+    "family", ["qwen3-next", "qwen3.5", "lfm2", "lfm2-moe", "lfm3", "granite4", "nemotron-h", "falcon-h1", "jamba"]
 )
 def test_H_8_bits_do_not_depend_on_the_batch(tiny_case: Callable[[str], Case], family: str, dtype: torch.dtype) -> None:
     """A row alone in one piece, and the same row in pieces beside others, give equal bits."""
@@ -100,7 +100,7 @@ def test_H_8_bits_do_not_depend_on_the_batch(tiny_case: Callable[[str], Case], f
     assert torch.equal(torch.cat(parts), alone)
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "lfm2-ends", "nemotron-h-groups", "falcon-h1", "jamba"])
+@pytest.mark.parametrize("family", ["qwen3.5", "lfm2-ends", "lfm3", "nemotron-h-groups", "falcon-h1", "jamba"])
 def test_the_last_layer_computes_only_last_tokens_with_the_same_bits(
     tiny_case: Callable[[str], Case], family: str
 ) -> None:
@@ -157,7 +157,7 @@ def test_a_model_of_delta_nets_is_one_native_call_with_the_bits_of_its_lines(
     assert called == [4]
 
 
-@pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next", "lfm2-biased", "lfm2-moe", "granite4", "jamba"])
+@pytest.mark.parametrize("family", ["qwen3.5", "qwen3-next", "lfm2-biased", "lfm2-moe", "lfm3", "granite4", "jamba"])
 def test_what_stands_behind_a_mixer_is_one_operator_with_the_bits_of_its_lines(
     tiny_case: Callable[[str], Case], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +166,8 @@ def test_what_stands_behind_a_mixer_is_one_operator_with_the_bits_of_its_lines(
     # one native call runs all of qwen3.5 where it may
     monkeypatch.setattr(CpuBackend, "capability", dataclasses.replace(CpuBackend.capability, paged_operator=False))
     texts = [text for _, text in case.model.describe_layers([CpuBackend] * len(case.model.layer_specs))]
-    assert any("linear add norm" in text and "-> post_attention" in text for text in texts)
+    end = "linear norm add norm mlp norm" if family == "lfm3" else "linear add norm"
+    assert any(end in text and "-> post_attention" in text for text in texts)
     monkeypatch.setattr(fusions, "FUSIONS", ())
     model = load_model(read_arch(case.folder), case.folder, torch.float32)
     assert torch.equal(HybridRig(model, "cpu").run(PROMPT[:70], [64, 1, 5]), found)

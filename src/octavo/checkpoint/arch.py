@@ -15,7 +15,7 @@ class Rope:
     """Rotary position embedding of one kind of layer."""
 
     theta: float = 10000.0
-    kind: str = "default"  # none: nothing turns | default | linear | dynamic | llama3 | yarn | longrope
+    kind: str = "default"  # none: nothing turns | default | linear | proportional | dynamic | llama3 | yarn | longrope
     factor: float = 1.0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -26,6 +26,7 @@ class Rope:
     short_factors: tuple[float, ...] = ()  # longrope: per pair of channels, for at most original_max_position tokens
     long_factors: tuple[float, ...] = ()  # for more
     rotary_size: int = 0  # channels that rotate; 0: the whole head
+    num_turning: int = 0  # proportional: pairs of channels that rotate, of a whole head's
     interleaved: bool = False  # channel 2i turns with 2i + 1; else channel i with the one half a rotation further
     amplitude: float = 0.0  # of cos and sin; 0: the kind's own
 
@@ -150,6 +151,8 @@ class Arch:
     output_bias: bool = False  # bias on the attention's output projection
     mlp_bias: bool = False  # bias on all projections of the MLP
     qk_norm: bool = False
+    head_gates: bool = False  # a sigmoid of the hidden state weights each head of the attention
+    norms_behind: bool = False  # LFM3: norms of what the mixer and the MLP give, too
     attention_scale: float = 0.0  # config_reader resolves it, never 0 there
     logit_soft_cap: float = 0.0  # 0: none
     embedding_scale: float = 1.0

@@ -74,12 +74,17 @@ class Standard:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Tail:
-    """What stands behind what mixes a layer's tokens: a product, the sum, a norm, and an MLP that operators know."""
+    """What stands behind what mixes a layer's tokens: a product, the sum, a norm, and an MLP that operators know.
+
+    Or the same with norms of what the product and the MLP give.
+    """
 
     mixer: Mixer | None  # None: what mixes the tokens is not all that stands ahead, or operators do not know it
     output: Linear
+    mixer_norm: RMSNorm | None  # of the product
     mlp_norm: RMSNorm
     mlp: Mlp | None
+    mlp_out_norm: RMSNorm | None
 
     def operands(self) -> PostOperands:
         """The finalized weights, as the operator takes them."""
@@ -87,12 +92,12 @@ class Tail:
             eps=self.mlp_norm.eps,
             output=self.output.packed,
             output_bias=self.output.bias,
-            attention_norm=None,
+            attention_norm=None if self.mixer_norm is None else self.mixer_norm.weight,
             mlp_norm=self.mlp_norm.weight,
             gate_up=None if self.mlp is None else self.mlp.gate_up.packed,
             down=None if self.mlp is None else self.mlp.down.packed,
             activation="silu" if self.mlp is None else self.mlp.activation,
-            mlp_out_norm=None,
+            mlp_out_norm=None if self.mlp_out_norm is None else self.mlp_out_norm.weight,
         )
 
 
@@ -155,17 +160,19 @@ def _mixer(lines: Sequence[Line], eps: float) -> Mixer | None:
 def tail_form(lines: Sequence[Line]) -> Tail | None:
     """The end of a layer of these lines whose tokens a line of its own mixes; None of another."""
     kinds = tuple(line.kind for line in lines)
-    if (
-        "attend" in kinds
-        or kinds[-5:-2] != ("linear", "add", "norm")
-        or kinds[-2:] not in (("mlp", "add"), ("own", "add"))
-    ):
+    end = next((end for end in _ENDS if kinds[-len(end) :] == end), ())
+    if "attend" in kinds or not end:
         return None
-    output, _, norm, network = (line.owner for line in lines[-5:-1])
-    mlp = network if kinds[-2] == "mlp" else None
-    if output.out_dtype is not None or not (mlp is None or _is_plain(mlp)):
+    owners = [line.owner for line in lines[-len(end) :]]
+    norms = [owner for owner, kind in zip(owners, end, strict=True) if kind == "norm"]
+    output, mlp = owners[0], owners[end.index("mlp")] if "mlp" in end else None
+    if output.out_dtype is not None or not (mlp is None or _is_plain(mlp)) or len({norm.eps for norm in norms}) > 1:
         return None
-    return Tail(mixer=_mixer(lines[:-5], norm.eps), output=output, mlp_norm=norm, mlp=mlp)
+    mixer = _mixer(lines[: -len(end)], norms[0].eps) if len(norms) == 1 else None
+    mixer_norm, mlp_norm, mlp_out_norm = norms if len(norms) == 3 else (None, norms[0], None)
+    return Tail(
+        mixer=mixer, output=output, mixer_norm=mixer_norm, mlp_norm=mlp_norm, mlp=mlp, mlp_out_norm=mlp_out_norm
+    )
 
 
 def _is_plain(mlp: Mlp) -> bool:

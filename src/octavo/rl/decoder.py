@@ -23,7 +23,7 @@ from octavo.layers.chain import learn
 from octavo.layers.latent_attention import LatentAttention
 from octavo.layers.linear import Linear
 from octavo.layers.mixers.delta_net import GatedDeltaNet
-from octavo.layers.mixers.gated_attention import GatedAttention
+from octavo.layers.mixers.gated_attention import GatedAttention, HeadGatedAttention
 from octavo.layers.mixers.mamba import Mamba2
 from octavo.layers.mlp import Mlp
 from octavo.layers.moe import MoeMlp
@@ -187,6 +187,15 @@ class _GatedAttentionPart(_AttentionPart):
         return _LinearPart(self.run, self.layer.get_submodule("output"), f"{self.path}.output")
 
 
+class _HeadGatedPart(_AttentionPart):
+    def weigh(self, seen: Tensor, gates: Tensor) -> Tensor:
+        return sigmoid_gated(seen, gates)
+
+    @property
+    def out(self) -> _Part:
+        return _LinearPart(self.run, self.layer.get_submodule("output"), f"{self.path}.output")
+
+
 class _ShortConvPart(_Part):
     """Of a layer that mixes by its convolution alone; a delta net's is its part's own."""
 
@@ -315,6 +324,7 @@ _PARTS: dict[type[nn.Module], type[_Part]] = {
     Attention: _AttentionPart,
     GatedAttention: _GatedAttentionPart,
     GatedDeltaNet: _DeltaNetPart,
+    HeadGatedAttention: _HeadGatedPart,
     LatentAttention: _LatentPart,
     Mamba2: _Mamba2Part,
     Mlp: _MlpPart,

@@ -38,7 +38,7 @@ _EXPERTS = "mlp.experts."
 LAYER_FACTS = {
     "name", "dtype", "intermediate_size", "num_heads", "num_kv_heads", "head_size", "max_position", "default_length",
     "layers", "moe_layers", "moe", "latent", "delta", "conv", "mamba", "activation", "attention_bias", "output_bias",
-    "mlp_bias", "qk_norm", "attention_scale", "eos_token_ids", "bos_token_id",
+    "mlp_bias", "qk_norm", "head_gates", "norms_behind", "attention_scale", "eos_token_ids", "bos_token_id",
 }  # fmt: skip
 
 

@@ -145,6 +145,11 @@ FAMILIES = {
         read="octavo.checkpoint.config_reader.hybrids:read_lfm2_moe",
         usual={"num_key_value_heads": 8, "max_position_embeddings": 128_000},
     ),
+    "Lfm3ForCausalLM": Family(
+        model="octavo.models.hybrids.lfm3:Lfm3ForCausalLM", bias="field", qk_norm=True, sliding="pattern",
+        head_size=128, theta=1e6, full_scaling=True, read="octavo.checkpoint.config_reader.hybrids:read_lfm3",
+        usual={"num_key_value_heads": 4, "max_position_embeddings": 128_000, "sliding_window": 256},
+    ),
     "GraniteMoeHybridForCausalLM": Family(
         model="octavo.models.hybrids.granite:GraniteHybridForCausalLM", bias="field",
         read="octavo.checkpoint.config_reader.hybrids:read_granite_hybrid",

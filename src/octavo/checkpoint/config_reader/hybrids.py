@@ -25,6 +25,11 @@ _STILL = Rope(kind="none")
 _ATTENDING = {"full_attention": "attention", "attention": "attention"}
 _DELTA_MIXERS = {**_ATTENDING, "linear_attention": "delta"}
 _CONV_MIXERS = {**_ATTENDING, "conv": "conv"}
+_LFM3_MIXERS = {"full_attention": "attention", "sliding_attention": "attention", "conv": "conv"}
+_LFM3_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+}
 _MAMBA_MIXERS = {**_ATTENDING, "linear_attention": "mamba", "mamba": "mamba"}
 _NEMOTRON_MIXERS = {**_MAMBA_MIXERS, "moe": "none", "mlp": "none"}
 _NEMOTRON_LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
@@ -115,6 +120,27 @@ def _lfm2(fields: Fields, family: Family, inner: int) -> Arch:
     )
     conv = ShortConv(size=fields.integer("conv_L_cache", 2, 32, 3), bias=fields.flag("conv_bias", False))
     return dataclasses.replace(arch, conv=conv, layers=_layers(arch, mixers))
+
+
+def read_lfm3(fields: Fields, family: Family) -> Arch:
+    """The facts of an LFM3: of its layers some attend to a window, some to all, each with its own rotation."""
+    fields = Fields({**family.usual, **fields.values}, fields.where)
+    num_layers = fields.integer("num_hidden_layers", 1, 1024)
+    of_four = ("sliding_attention", "conv", "full_attention", "conv")
+    usual = ["conv", *(of_four[layer % 4] for layer in range(1, num_layers))]
+    mixers = _mixers(fields, "layer_types", usual, _LFM3_MIXERS)
+    seen = ["full_attention" if kind == "conv" else kind for kind in fields.get("layer_types", usual)]
+    eps = fields.number("norm_eps", 1e-12, 1.0, fields.number("rms_norm_eps", 1e-12, 1.0, 1e-5))
+    own: dict[str, Any] = {"layer_types": seen, "rope_parameters": fields.mapping("rope_parameters") or _LFM3_ROPES}
+    own |= {"rms_norm_eps": eps, "tie_word_embeddings": fields.flag("tie_word_embeddings", True), "hidden_act": "silu"}
+    arch = read_fields(_plain(fields, **own), family)
+    return dataclasses.replace(
+        arch,
+        conv=ShortConv(size=fields.integer("conv_L_cache", 2, 32, 7), bias=fields.flag("conv_bias", False)),
+        head_gates=fields.flag("use_attention_gate", True),
+        norms_behind=fields.flag("use_sandwich_norm", True),
+        layers=_layers(arch, mixers),
+    )
 
 
 def read_granite_hybrid(fields: Fields, family: Family) -> Arch:

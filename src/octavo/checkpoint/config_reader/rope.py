@@ -16,7 +16,7 @@ from octavo.checkpoint.config_reader.fields import Fields
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 MAX_POSITION = 1 << 24
-_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_KINDS = ("default", "linear", "proportional", "dynamic", "llama3", "yarn", "longrope")
 _OLD_NAMES = {"su": "longrope"}
 
 
@@ -34,8 +34,12 @@ def read_rope(fields: Fields, family: Family, is_sliding: bool, trained: int, ro
         "kind": kind,
         "theta": inner.number("rope_theta", 1.0, 1e15, default_theta),
         "interleaved": family.interleaved or (family.latent and fields.flag("rope_interleave", True)),
-        "rotary_size": _rotary_size(fields, inner, family, rotary_head),
     }
+    if kind == "proportional":
+        share = _share(fields, inner)
+        factor = inner.number("factor", 1e-3, 1e6, 1.0)
+        return Rope(**facts, factor=factor, num_turning=int(share * rotary_head // 2))
+    facts["rotary_size"] = _rotary_size(fields, inner, family, rotary_head)
     if kind == "default":
         return Rope(**facts)
     original = inner.integer("original_max_position_embeddings", 1, MAX_POSITION, trained, null=trained)
@@ -86,10 +90,15 @@ def _values(fields: Fields, family: Family, is_sliding: bool) -> tuple[Fields, f
     return Fields(values, fields.where), fields.values.get(name, usual)
 
 
+def _share(fields: Fields, inner: Fields) -> float:
+    """Of a head's channels, that which turns."""
+    whole = fields.number("partial_rotary_factor", 1e-3, 1.0, 1.0, null=1.0)
+    return inner.number("partial_rotary_factor", 1e-3, 1.0, whole, null=1.0)
+
+
 def _rotary_size(fields: Fields, inner: Fields, family: Family, head_size: int) -> int:
     """Channels that turn; 0: all."""
-    whole = fields.number("partial_rotary_factor", 1e-3, 1.0, 1.0, null=1.0)
-    share = inner.number("partial_rotary_factor", 1e-3, 1.0, whole, null=1.0)
+    share = _share(fields, inner)
     if share == 1.0:
         return 0
     size = int(head_size * share)

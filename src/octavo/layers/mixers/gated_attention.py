@@ -1,8 +1,8 @@
-"""Attention whose result a gate weights: each head's query comes with a gate of its own size, from one product.
+"""Attention whose result a gate weights: of a head's own size, beside its query; or one number for a whole head.
 
-Owns the way of the gate around `Attention`, which does the rest. Checkpoints store a head's query and gate beside each
-other: rows are put into the order query heads, gates, keys, values once, when they are loaded. Does not know blocks,
-rows or backends. Invariant: as `Attention`'s.
+Owns the way of the gate around `Attention`, which does the rest. Where gates are of a head's size, checkpoints store a
+head's query and gate beside each other: rows are put into the order query heads, gates, keys, values once, when they
+are loaded. Does not know blocks, rows or backends. Invariant: as `Attention`'s.
 """
 
 from __future__ import annotations
@@ -50,6 +50,36 @@ class GatedAttention(Attention):
         both = self.qkv.forward(x)
         seen = self.attend(self.rope_and_store(both[:, : -self._size]))
         return gated_by(seen, both[:, -self._size :], "sigmoid")
+
+    @property
+    def out(self) -> Linear:
+        """The last product, by the name that other mixers give it."""
+        return self.output
+
+
+class HeadGatedAttention(Attention):
+    """Attention of layer number `index`, with norms on the heads of q and k; a Layer of one line.
+
+    A sigmoid of the hidden state weights each head's result, if `gated`.
+    """
+
+    def __init__(
+        self, index: int, spec: AttentionSpec, rotary: RotaryTable, arch: Arch, dtype: torch.dtype, *, gated: bool
+    ) -> None:
+        """As Attention's."""
+        super().__init__(index, spec, rotary, arch, dtype, qk_norm=True)
+        self.gates = Linear(arch.hidden_size, spec.num_heads, dtype) if gated else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size] -> [tokens, heads * head_size], which `out` takes."""
+        seen = self.attend(self.rope_and_store(self.qkv.forward(x)))
+        if self.gates is None:
+            return seen
+        return self.weigh(seen, self.gates.forward(x).repeat_interleave(self.spec.head_size, 1))
+
+    def weigh(self, seen: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """seen times a sigmoid of gates, both [tokens, heads * head_size]."""
+        return gated_by(seen, gates, "sigmoid")
 
     @property
     def out(self) -> Linear:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import torch
 
 from octavo.cache.specs import AttentionSpec, LayerSpec
-from octavo.checkpoint.arch import Arch, ShortConv
+from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import Attention, RotaryTable, plain_specs, rotary_tables
 from octavo.layers.base import Layer
-from octavo.layers.linear import Linear
+from octavo.layers.mixers.convolution import GatedConvolution
 from octavo.layers.moe import make_network
 from octavo.layers.norm import RMSNorm
-from octavo.layers.recurrent import ShortConvolution, state_spec
 from octavo.models.base import WeightMap
 from octavo.models.causal_lm import CausalLM
 
@@ -45,23 +44,6 @@ WEIGHT_MAP: WeightMap = {
     f"{_NETWORK}.experts.*.w2.weight": ("layers.*.mlp.experts.*.down.weight", ""),
     "model.embedding_norm.weight": ("norm.weight", ""),
 }
-
-
-class GatedConvolution(Layer):
-    """A convolution between two gates, of layer number `index`: a Layer of one line."""
-
-    def __init__(self, index: int, size: int, facts: ShortConv, dtype: torch.dtype) -> None:
-        """`size`: of the hidden state."""
-        super().__init__()
-        self.project = Linear(size, 3 * size, dtype, bias=facts.bias)
-        self.conv = ShortConvolution(index, size, facts.size, dtype, bias=facts.bias, silu=False)
-        self.out = Linear(size, size, dtype, bias=facts.bias)
-        self.spec = state_spec(self.conv)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, size] -> the same shape, which `out` takes."""
-        before, behind, values = self.project.forward(x).chunk(3, 1)
-        return behind * self.conv.mix(before * values)
 
 
 class Lfm2Layer(Layer):

@@ -21,7 +21,7 @@ from octavo.ops import native
 from octavo.ops.cache_write.quantize import quantize, store
 from octavo.ops.native import F32, I32, I64, PTR
 
-_KINDS = ("none", "default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_KINDS = ("none", "default", "linear", "proportional", "dynamic", "llama3", "yarn", "longrope")
 _NARROW = (torch.bfloat16, torch.float8_e4m3fn, torch.int8)  # caches that native code rounds to
 
 native.declare("octavo_qk_norm_rope_store", [PTR] * 8 + [I64] * 10 + [F32] * 2 + [PTR] * 2 + [I32] * 2)
@@ -55,6 +55,13 @@ def _llama3_inverse_frequencies(
     return frequencies / factor * (1 - blend) + frequencies * blend
 
 
+def _dynamic_inverse_frequencies(exponents: torch.Tensor, theta: float, factor: float, original: int) -> torch.Tensor:
+    """As for a text of original * factor tokens (NTK-aware scaling)."""
+    rotary_size = 2 * exponents.numel()
+    stretch = factor * int(original * factor) / original - (factor - 1)
+    return (theta * stretch ** (rotary_size / (rotary_size - 2))) ** -exponents
+
+
 def _longrope_inverse_frequencies(frequencies: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
     """LongRoPE (arXiv 2402.13753): a factor for each pair of channels."""
     if len(factors) != len(frequencies):
@@ -73,6 +80,7 @@ def rope_table(
     high_freq_factor: float = 4.0,
     original_max_position: int = 0,
     rotary_size: int = 0,
+    num_turning: int = 0,
     amplitude: float = 0.0,
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
@@ -86,6 +94,7 @@ def rope_table(
     `amplitude` multiplies all; 0 means YaRN's attention factor (0.1 ln(factor) + 1), or 1 for other kinds. Two kinds
     turn all positions otherwise where `max_position` exceeds `original_max_position`: dynamic, as for a text of
     original_max_position * factor tokens, and longrope, by `long_factors`; a factor for each pair of channels.
+    `kind` "proportional" turns the first `num_turning` pairs of channels, with the angles that they have where all do.
     `kind` "none" turns nothing: every cosine is 1 and every sine 0, which keeps each channel's bits. Raises
     ValueError for an unknown `kind`, an odd rotary size, and a scaled kind without `original_max_position` or factors.
     """
@@ -98,15 +107,12 @@ def rope_table(
     frequencies = theta**-exponents
     is_long = max_position > original_max_position
     own_amplitude = 1.0
-    if kind == "none":
-        frequencies = torch.zeros_like(frequencies)
-    elif kind == "linear":
+    if kind in ("none", "linear", "proportional"):
         frequencies = frequencies / factor
+        frequencies[{"none": 0, "linear": rotary, "proportional": num_turning}[kind] :] = 0
     elif kind == "dynamic":
         if is_long and rotary > 2:
-            length = int(original_max_position * factor)
-            stretch = factor * length / original_max_position - (factor - 1)
-            frequencies = (theta * stretch ** (rotary / (rotary - 2))) ** -exponents
+            frequencies = _dynamic_inverse_frequencies(exponents, theta, factor, original_max_position)
     elif kind == "longrope":
         frequencies = _longrope_inverse_frequencies(frequencies, long_factors if is_long else short_factors)
     elif kind == "llama3":
