@@ -226,6 +226,16 @@ def test_a_truncated_prompt_keeps_its_end():
         ids(9, truncate_prompt_tokens=128)
 
 
+def test_a_truncated_prompt_without_an_answer_may_fill_the_context():
+    """A score wants no place behind the prompt, so nothing is left free for one."""
+    for most in (-1, 128):
+        params = SamplingParams(truncate_prompt_tokens=most, max_tokens=1)
+        kept = num_kept(params, LIMITS, is_answered=False)
+        assert check_token_ids(list(range(900)), LIMITS, kept, is_answered=False) == list(range(772, 900))
+    with pytest.raises(ParameterError, match="at most max_model_len 128, got 129"):
+        num_kept(SamplingParams(truncate_prompt_tokens=129), LIMITS, is_answered=False)
+
+
 @pytest.mark.parametrize(
     ("fields", "num_prompt", "field"),
     [

@@ -40,6 +40,7 @@ from octavo.request.sampling_params import (
     check_text,
     check_token_ids,
     num_kept,
+    text_limits,
 )
 from octavo.request.scores import scored_alone
 from octavo.request.validation import as_float, listed, shown
@@ -385,14 +386,15 @@ class LLM(WeightMethods):
         if token_ids is not None:
             beside = text if isinstance(text, str) else None
             return EnginePrompt(check_token_ids(token_ids, limits, kept), beside, cache_salt)
-        text = check_text(text, limits)
+        text = check_text(text, text_limits(limits, kept))
         return EnginePrompt(self.engine.tokenizer.encode(text)[-(kept or 0) :], text, cache_salt)
 
     def _ready_chat(self, messages: Any, params: SamplingParams, **options: Any) -> EnginePrompt:
         limits = self.engine.limits
-        text, token_ids = self._sandbox.render_chat(messages, limits, **options)
+        kept = num_kept(params, limits)
+        text, token_ids = self._sandbox.render_chat(messages, text_limits(limits, kept), **options)
         is_chat = options.get("add_generation_prompt", True)
-        return EnginePrompt(check_token_ids(token_ids, limits, num_kept(params, limits)), text, is_chat=is_chat)
+        return EnginePrompt(check_token_ids(token_ids, limits, kept), text, is_chat=is_chat)
 
     def _check(self, prompt: EnginePrompt, params: SamplingParams, priority: int, asked: str) -> Checked:
         # An answer's text is not taken apart here: with a parser by name reasoning is expected; else only what the

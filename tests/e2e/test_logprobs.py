@@ -126,6 +126,13 @@ def test_a_truncated_prompt_answers_as_its_end(llm: LLM) -> None:
     for prompt in (PROMPT, ids, {"prompt_token_ids": ids * 200}):
         (cut,) = llm.generate(prompt, greedy(truncate_prompt_tokens=9))
         assert cut.prompt_token_ids == ids[-9:] and cut.outputs[0].token_ids == end.outputs[0].token_ids
+    book = "x = 1\n" * 20_000  # more bytes than fit, whatever their tokens are
+    whole = llm.get_tokenizer().encode(book)
+    (cut,) = llm.generate(book, greedy(truncate_prompt_tokens=-1))
+    assert cut.prompt_token_ids == whole[-len(cut.prompt_token_ids or []) :] and len(whole) > 2048
+    assert len(cut.prompt_token_ids or []) == 2048 - (greedy().max_tokens or 0)
+    (cut,) = llm.chat([{"role": "user", "content": book}], greedy(truncate_prompt_tokens=20))
+    assert len(cut.prompt_token_ids or []) == 20
 
 
 def test_prompt_logprobs_do_not_depend_on_chunks(llm: LLM, make_llm: Any) -> None:

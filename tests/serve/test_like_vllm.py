@@ -142,6 +142,26 @@ def test_echo_alone_scores_the_prompt(server: RunningServer, streams: bool) -> N
     assert usage["completion_tokens"] == 0 and usage["total_tokens"] == 4
 
 
+def test_a_prompt_is_cut_to_what_fits(server: RunningServer) -> None:
+    """truncate_prompt_tokens -1: the whole context where nothing is to be answered, whatever the text's length was."""
+    ids = [20 + number % 50 for number in range(3000)]
+    asked = {"prompt": ids, "truncate_prompt_tokens": -1, "echo": True, "max_tokens": 0, "logprobs": 0}
+    reply = ask(server, COMPLETIONS, **asked, return_token_ids=True)
+    assert reply["choices"][0]["prompt_token_ids"] == ids[-2048:]
+    whole = ask(server, COMPLETIONS, prompt=ids[-2048:], echo=True, max_tokens=0, logprobs=0)["choices"][0]["logprobs"]
+    assert reply["choices"][0]["logprobs"] == whole and len(whole["tokens"]) == 2048
+    assert ask(server, COMPLETIONS, **(asked | {"truncate_prompt_tokens": 2048}))["usage"]["prompt_tokens"] == 2048
+    assert ask(server, COMPLETIONS, **(asked | {"max_tokens": 8}))["usage"]["prompt_tokens"] == 2040
+    book = "x = 1\n" * 20_000
+    assert ask(server, COMPLETIONS, **(asked | {"prompt": book}))["usage"]["prompt_tokens"] == 2048
+    chat = {"messages": [{"role": "user", "content": book}], "max_tokens": 3, "truncate_prompt_tokens": 50}
+    assert ask(server, CHAT, **chat)["usage"]["prompt_tokens"] == 50
+    scored = {"input_ids": ids, "return_logprob": True, "logprob_start_len": 0}
+    scored["sampling_params"] = {"max_new_tokens": 0, "truncate_prompt_tokens": -1}
+    lines = ask(server, "/generate", **scored)["meta_info"]["input_token_logprobs"]
+    assert [line[0] for line in lines] == whole["token_logprobs"]
+
+
 def test_echoed_ids_show_their_special_tokens(server: RunningServer) -> None:
     ids = server.post("/tokenize", {"prompt": "<|im_start|>a<|im_end|>"}).json()["tokens"]
     for logprobs in (None, 0):

@@ -399,13 +399,23 @@ def check_length(
         raise ParameterError(name, message, "context_length_exceeded")
 
 
-def num_kept(params: SamplingParams, limits: Limits) -> int | None:
-    """How many last tokens of a prompt `truncate_prompt_tokens` keeps; None: all. Raises ParameterError."""
-    most = params.truncate_prompt_tokens
-    if most is None or most < limits.max_model_len:
-        return max(limits.max_model_len - (params.max_tokens or 1), 1) if most == -1 else most
-    message = f"must be below max_model_len {limits.max_model_len}, got {most}"
-    raise ParameterError("truncate_prompt_tokens", message)
+def num_kept(params: SamplingParams, limits: Limits, *, is_answered: bool = True) -> int | None:
+    """How many last tokens of a prompt `truncate_prompt_tokens` keeps; None: all. Raises ParameterError.
+
+    is_answered: tokens are wanted behind them. Where none are, a prompt may fill the context.
+    """
+    most, context = params.truncate_prompt_tokens, limits.max_model_len
+    if most == -1:
+        return max(context - (params.max_tokens or 1), 1) if is_answered else context
+    if most is None or most < context + (not is_answered):
+        return most
+    bound = "below" if is_answered else "at most"
+    raise ParameterError("truncate_prompt_tokens", f"must be {bound} max_model_len {context}, got {most}")
+
+
+def text_limits(limits: Limits, kept: int | None) -> Limits:
+    """The limits of a text of which the last `kept` tokens count (None: all): what is cut off may be any length."""
+    return limits if kept is None else dataclasses.replace(limits, max_token_bytes=0)
 
 
 def check_token_ids(

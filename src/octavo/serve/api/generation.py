@@ -35,6 +35,7 @@ from octavo.request.sampling_params import (
     check_request_options,
     check_text,
     check_token_ids,
+    text_limits,
 )
 from octavo.request.scores import without_answer
 from octavo.request.transfer_params import join, with_own
@@ -176,10 +177,8 @@ async def read_prompts(
     total = num_chars = 0
     for entry in many:
         if isinstance(entry, str):
-            read = await read_text(state, entry, num_chars, add_special_tokens=add_special_tokens)
+            read = await read_text(state, entry, num_chars, add_special_tokens=add_special_tokens, kept=kept)
             num_chars += len(entry)
-            if kept is not None and len(read.token_ids) > kept:
-                read = Prompt(read.token_ids[-kept:], None)
             prompts.append(read)
             check_length(len(prompts[-1].token_ids), limits, is_answered=is_answered)
         else:
@@ -192,11 +191,21 @@ async def read_prompts(
 
 
 async def read_text(
-    state: ServeState, text: str, num_chars_before: int = 0, *, add_special_tokens: bool = True
+    state: ServeState,
+    text: str,
+    num_chars_before: int = 0,
+    *,
+    add_special_tokens: bool = True,
+    kept: int | None = None,
 ) -> Prompt:
-    """A text as a prompt, behind others of the request with so many characters. Raises ParameterError."""
-    check_text(text, state.engine.limits)
+    """A text as a prompt, behind others of the request with so many characters. Raises ParameterError.
+
+    kept: so many last tokens count; a prompt that lacks some of its text has none.
+    """
+    check_text(text, text_limits(state.engine.limits, kept))
     token_ids = await state.texts.encode(text, add_special_tokens=add_special_tokens, num_chars_before=num_chars_before)
+    if kept is not None and len(token_ids) > kept:
+        return Prompt(token_ids[-kept:], None)
     return Prompt(token_ids, text)
 
 
@@ -218,7 +227,7 @@ async def render_chat(
     variables = {**state.config.default_chat_template_kwargs, **(template_kwargs or {})}
     limits, is_chat = state.engine.limits, bool(options.get("add_generation_prompt", True))
     options |= {"chat_template_kwargs": variables, "content_format": state.config.chat_template_content_format}
-    text, token_ids = await state.texts.render_chat(messages, limits, **options)
+    text, token_ids = await state.texts.render_chat(messages, text_limits(limits, kept), **options)
     return Prompt(check_token_ids(token_ids, limits, kept), text, is_chat=is_chat)
 
 

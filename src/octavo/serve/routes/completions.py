@@ -57,7 +57,8 @@ async def create(state: ServeState, exchange: Exchange) -> None:
         params = await state.check_structured(exchange, params)
     check_options(state, request, parsed.warnings)
     only_prompt = _only_prompt(parsed)
-    kept, special = num_kept(params, state.engine.limits), request.add_special_tokens
+    special = request.add_special_tokens
+    kept = num_kept(params, state.engine.limits, is_answered=not only_prompt)
     async with exchange.watching():
         prompts = await read_prompts(
             state, request.prompt, add_special_tokens=special, kept=kept, is_answered=not only_prompt

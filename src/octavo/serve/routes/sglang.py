@@ -14,7 +14,7 @@ import msgspec
 
 from octavo.frontend.frontend import Prompt
 from octavo.request.outputs import CompletionOutput, LogprobsDict, RequestOutput
-from octavo.request.sampling_params import SamplingParams
+from octavo.request.sampling_params import SamplingParams, num_kept
 from octavo.serve.api.generation import Run, check_options, drive, make_params, make_run, read_prompts, send
 from octavo.serve.api.logprobs import finite
 from octavo.serve.api.origin import int32_of
@@ -80,7 +80,8 @@ async def create(state: ServeState, exchange: Exchange) -> None:
     names = {"prompt": "text" if request.input_ids is None else "input_ids"}
     with renaming(names):
         async with exchange.watching():
-            prompts = await read_prompts(state, asked, is_answered=is_shown)
+            kept = num_kept(params, state.engine.limits, is_answered=is_shown)
+            prompts = await read_prompts(state, asked, kept=kept, is_answered=is_shown)
     many = isinstance(asked, list) and bool(asked) and isinstance(asked[0], str | list)
     run = make_run(exchange, "", request, prompts, params, only_prompts=not is_shown)
     answer = _Answer(state, run, request, is_list=many or params.n > 1, is_shown=is_shown)
