@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from octavo.ops import native
-from octavo.ops.gemm import linear, linear_reference, pack_linear
+from octavo.ops.gemm import KINDS, linear, linear_reference, pack_linear
 from octavo.ops.native.memory import CHUNK_BYTES, ChunkedMemory
 
 HUGE_PAGE = 2 << 20
@@ -87,3 +87,24 @@ def test_where_the_system_grants_huge_pages_weights_have_them() -> None:
             if huge_bytes() - before < size:
                 pytest.skip("the system has no free huge pages now")
     pytest.fail(f"weights had {granted} bytes of {size} in huge pages, and others all of theirs, ten times over")
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("bfloat16 pairs", torch.bfloat16)]
+)
+@pytest.mark.parametrize(("n", "k"), [(70, 33), (32, 32), (31, 100), (65, 1)])
+def test_every_library_packs_the_same_bytes_wherever_they_go(kind: str, dtype: torch.dtype, n: int, k: int) -> None:
+    """Lines go past the caches where memory begins at one, and as ever elsewhere; what stands behind is left alone."""
+    weight, code, packed = torch.randn(n, k + 3).to(dtype)[:, 1 : k + 1], native.DTYPE_CODES[dtype], set()
+    for name in native.built_isas():
+        with native.using(name):
+            lib = native.lib()
+            size = -(-n // 32) * lib.octavo_panel_bytes(KINDS[kind], k)
+            for offset in (0, 4):
+                out = torch.full((size + 192,), 7, dtype=torch.uint8)
+                begin = -out.data_ptr() % 64 + offset
+                lib.octavo_pack(weight.data_ptr(), k + 3, code, n, k, KINDS[kind], out[begin:].data_ptr())
+                packed.add(out[begin : begin + size].numpy().tobytes())
+                assert out[begin + size :].eq(7).all() and out[:begin].eq(7).all()
+    assert len(packed) == 1

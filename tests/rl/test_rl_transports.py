@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ import torch
 from torch import Tensor
 
 from octavo import LLM
+from octavo.checkpoint.loader import Target
 from octavo.rl import Sender, WeightSource
 from octavo.rl import sender as sender_module
+from octavo.rl.plan import Incoming, Staged
 from octavo.rl.session import WeightTransferError, WeightUpdateError
 from octavo.rl.transport import split
 from patience import patient
@@ -332,3 +335,36 @@ def test_a_sender_keeps_its_connection_and_sees_when_its_server_has_closed_it() 
     ]
     with pytest.raises(WeightUpdateError, match=r"begins with http:// or https://, got '127\.0\.0\.1:8000'"):
         Sender("127.0.0.1:8000", "gloo")
+
+
+@pytest.mark.parametrize(("given", "order"), [(True, "qkv"), (True, "vkq"), (False, "qkv"), (False, "kqv")])
+def test_values_stay_in_the_buffer_that_is_given_and_make_the_same_weights(given: bool, order: str) -> None:
+    """Nothing is copied where a weight's tensors follow each other; what its sender uses again is copied."""
+    sizes = {"q": 4, "k": 2, "v": 3}
+    starts = dict(zip(sizes, (0, 4, 6), strict=True))
+    plan: Any = SimpleNamespace(
+        targets={name: Target("a.weight", starts[name], (rows, 8)) for name, rows in sizes.items()},
+        shapes={"a.weight": (9, 8)},
+        dtypes={"a.weight": torch.bfloat16},
+        num_tensors={"a.weight": 3},
+        known=lambda name: name,
+        pieces=lambda name: (),
+        kept_narrower=lambda parameter: False,
+    )
+    incoming = [Incoming(name, torch.bfloat16, (sizes[name], 8)) for name in order]
+    buffer = torch.randn(9, 8).bfloat16().view(-1).view(torch.uint8)
+    named = {each.name: tensor for each, tensor in split(buffer, incoming)}
+    expected = torch.cat([named[name] for name in "qkv"])
+    staged = Staged(plan, partial=False)
+    for each in incoming:
+        staged.put(each, named[each.name], given=given)
+        staged.put(each, named[each.name].clone(), given=given)  # the same again
+        with pytest.raises(WeightUpdateError, match="came before with other values"):
+            staged.put(each, named[each.name] + 1)
+    whole = staged._values["a.weight"]
+    assert torch.equal(whole, expected) and whole.is_contiguous()
+    is_in_buffer = whole.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+    assert is_in_buffer == (given and order == "qkv")
+    if not given:
+        buffer.zero_()
+        assert torch.equal(whole, expected)

@@ -151,10 +151,10 @@ class Layer(nn.Module):
         """
         fresh = type(self).__new__(type(self))
         fresh.__dict__.update(self.__dict__)
-        fresh.__dict__["_parameters"] = {}
-        for name, value in values.items():
+        parameters = {name: nn.Parameter(value, requires_grad=False) for name, value in values.items()}
+        fresh.__dict__["_parameters"] = parameters
+        for name in parameters:
             fresh.__dict__.pop(name, None)
-            fresh.register_parameter(name, nn.Parameter(value, requires_grad=False))
         fresh.finalize(quantization)
         for name, value in fresh.__dict__.items():
             before = self.__dict__.get(name)

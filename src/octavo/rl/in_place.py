@@ -24,8 +24,11 @@ class InPlace(Staged):
         self._left = dict(plan.num_parts)
         self._live = {path: self._live_parameters(path) for path in plan.by_layer}
 
-    def put(self, incoming: Incoming, tensor: torch.Tensor) -> None:
-        """Take in a tensor: into its rows of the model, or with the others of its layer, once they are all there."""
+    def put(self, incoming: Incoming, tensor: torch.Tensor, *, given: bool = False) -> None:
+        """Take in a tensor: into its rows of the model, or with the others of its layer, once they are all there.
+
+        given: is of no use, since a buffer is not kept for a layer of which a part is in it.
+        """
         if self._plan.pieces(incoming.name):  # each of them comes here by itself
             super().put(incoming, tensor)
             return

@@ -116,6 +116,7 @@ class WeightPlan:
         self._layers = {
             path: layer for path, layer in cast(nn.Module, model).named_modules() if isinstance(layer, Layer)
         }
+        self.num_tensors = collections.Counter(target.parameter for target in self.targets.values())
         self.num_parts = collections.Counter(target.parameter.rpartition(".")[0] for target in self.targets.values())
         self.by_layer: dict[str, list[str]] = {}
         for path in self.shapes:
@@ -213,33 +214,32 @@ class Staged:
         self._kept_on = device or torch.device("cpu")
         self._plan, self.partial = plan, partial
         self._values: dict[str, torch.Tensor] = {}  # parameter -> all of its rows, as it was declared
-        self._rows_left: dict[str, int] = {}  # of these parameters
+        self._parts: dict[str, dict[int, torch.Tensor]] = {}  # of others: first row -> rows that have come
+        self._room: dict[str, torch.Tensor] = {}  # for all rows of others, where rows are copied
         self._digest = WeightsDigest()
         self.arrived: dict[str, None] = {}
 
-    def put(self, incoming: Incoming, tensor: torch.Tensor) -> None:
+    def put(self, incoming: Incoming, tensor: torch.Tensor, *, given: bool = False) -> None:
         """Take in a tensor, rounded to the type that the engine's weight has. Raises WeightUpdateError for NaN or Inf.
 
-        A tied weight may come under both of its names, if the two are alike; experts may come together.
+        A tied weight may come under both of its names, if the two are alike; experts may come together. given: nobody
+        else uses its memory from now on.
         """
         for piece in self._plan.pieces(incoming.name):
             part = tensor[piece.expert, piece.rows]
-            self.put(Incoming(piece.name, incoming.dtype, tuple(part.shape)), part)
+            self.put(Incoming(piece.name, incoming.dtype, tuple(part.shape)), part, given=given)
         known = self._plan.known(incoming.name)
         if known is None:
             return
         target = self._plan.targets[known]
-        if target.parameter not in self._values:
-            shape, dtype = self._plan.shapes[target.parameter], self._plan.dtypes[target.parameter]
-            self._values[target.parameter] = torch.empty(shape, dtype=dtype, device=self._kept_on)
-            self._rows_left[target.parameter] = shape[0]
-        rows = self._values[target.parameter][target.start : target.start + target.shape[0]]
         if known in self.arrived:
+            rows = self._kept(target)
             if not torch.equal(tensor.to(device=rows.device, dtype=rows.dtype), rows):
                 before = "came" if known == incoming.name else f"is {known}, which came"
                 raise WeightUpdateError(f"{incoming.name}: {before} before with other values")
             return
-        copy_alone(rows, tensor)
+        parts = self._parts.setdefault(target.parameter, {})
+        rows = self._take(target, tensor, given=given)
         check_finite(incoming.name, rows, tensor)
         if self._plan.kept_narrower(target.parameter) and not torch.equal(rows.to(torch.bfloat16).float(), rows):
             raise WeightUpdateError(
@@ -247,9 +247,28 @@ class Staged:
                 "weight_transfer_config for an engine that takes float32"
             )
         self.arrived[known] = None
-        self._rows_left[target.parameter] -= target.shape[0]
-        if not self._rows_left[target.parameter]:
+        parts[target.start] = rows
+        if len(parts) == self._plan.num_tensors[target.parameter]:
+            self._values[target.parameter] = joined([parts[start] for start in sorted(parts)])
+            del self._parts[target.parameter]
+            self._room.pop(target.parameter, None)
             self._complete(target.parameter)
+
+    def _kept(self, target: Target) -> torch.Tensor:
+        """The rows of a weight that has come."""
+        whole = self._values.get(target.parameter)
+        if whole is None:
+            return self._parts[target.parameter][target.start]
+        return whole[target.start : target.start + target.shape[0]]
+
+    def _take(self, target: Target, tensor: torch.Tensor, *, given: bool) -> torch.Tensor:
+        """The rows of a weight as they are kept: those that have come, if they may be, else a copy."""
+        dtype, shape = self._plan.dtypes[target.parameter], self._plan.shapes[target.parameter]
+        if given and tensor.dtype is dtype and tensor.device == self._kept_on and tensor.is_contiguous():
+            return tensor
+        if target.parameter not in self._room:
+            self._room[target.parameter] = torch.empty(shape, dtype=dtype, device=self._kept_on)
+        return copy_alone(self._room[target.parameter][target.start : target.start + target.shape[0]], tensor)
 
     def _complete(self, parameter: str) -> None:
         """All rows of a parameter are there. A digest is made while others are on their way."""
@@ -285,6 +304,19 @@ class Staged:
         names = self._plan.by_layer[path]
         values = {name.rpartition(".")[2]: self._values.pop(name).to(device) for name in names}
         self._plan.layer(path).refill(values, quantization)
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Contiguous tensors, one behind the other; without a copy where they lie so already."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or part.untyped_storage().data_ptr() != storage:
+            return torch.cat(list(parts))
+        end += part.nbytes
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 def check_finite(name: str, tensor: torch.Tensor, sent: torch.Tensor | None = None) -> None:

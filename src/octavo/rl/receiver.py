@@ -129,7 +129,7 @@ class WeightReceiver:
 
         def put(incoming: Incoming, tensor: torch.Tensor) -> None:
             self._check()
-            session.put(incoming, tensor)
+            session.put(incoming, tensor, given=transport.gives)
 
         incoming = transport.receive(info, self._plan.read, put)
         if isinstance(session, InPlace):

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "include/panels.h"
+#include "include/transpose.h"
 
 namespace octavo {
 
@@ -54,50 +55,52 @@ static void quantize_panel(const Source& source, int64_t panel, char* out) {
     }
 }
 
-constexpr int STEPS = 16;  // words of a row that are transposed together: a line
+constexpr int STEPS = LINE_WORDS;  // words of a row that are transposed together
 
-// Words [first, first + STEPS) of the 32 rows of a panel -> [STEPS][32]; zero beyond the weight's rows and columns.
-static void transpose(const Source& source, int64_t panel, int64_t first, uint32_t (&out)[STEPS][NR]) {
-    const int64_t size = source.dtype == F32 ? 4 : 2, per_word = 4 / size;
-    const int64_t bytes = (source.k - first * per_word) * size, wanted = bytes < 4 * STEPS ? bytes : 4 * STEPS;
-    for (int lane = 0; lane < NR; ++lane) {
-        const int64_t n = panel * NR + lane;
-        uint32_t words[STEPS] = {};
-        if (n < source.n) {
-            const char* row = static_cast<const char*>(source.data) + n * source.stride * size + 4 * first;
-            if (wanted == 4 * STEPS) std::memcpy(words, row, 4 * STEPS);
-            else std::memcpy(words, row, wanted);
+using Words = uint32_t[STEPS][NR];
+
+// Words [first, first + STEPS) of the 32 rows of a panel, transposed; zero beyond the weight's rows and columns. The
+// next panel's are asked for meanwhile: rows lie apart, and hardware foresees few streams.
+static void transpose(const Source& source, int64_t panel, int64_t first, Words& out) {
+    const int64_t size = source.dtype == F32 ? 4 : 2, stride = source.stride * size, last = source.k * size;
+    const char* row = static_cast<const char*>(source.data) + panel * NR * stride + 4 * first;
+    for (int half = 0; half < NR; half += LINE_WORDS) {
+        Line lines[LINE_WORDS];
+        for (int lane = 0; lane < LINE_WORDS; ++lane, row += stride) {
+            lines[lane] = read_line(row, panel * NR + half + lane < source.n ? last - 4 * first : 0);
+            __builtin_prefetch(row + NR * stride, 0, 2);
         }
-        for (int i = 0; i < STEPS; ++i) out[i][lane] = words[i];
+        transpose_lines(lines, reinterpret_cast<char*>(&out[0][half]), sizeof(out[0]));
     }
 }
 
-// A row of pairs -> two rows of single bfloat16.
-static void split_pairs(const uint32_t* pairs, uint32_t* even, uint32_t* odd) {
+// A row of pairs -> two rows of single bfloat16, in its place.
+static void split_pairs(uint32_t (&row)[NR]) {
+    uint32_t single[2][NR / 2];
     for (int i = 0; i < NR / 2; ++i) {
-        even[i] = (pairs[i] & 0xffffu) | pairs[i + NR / 2] << 16;
-        odd[i] = pairs[i] >> 16 | (pairs[i + NR / 2] & 0xffff0000u);
+        single[0][i] = (row[i] & 0xffffu) | row[i + NR / 2] << 16;
+        single[1][i] = row[i] >> 16 | (row[i + NR / 2] & 0xffff0000u);
     }
+    std::memcpy(row, single, sizeof(row));
 }
 
 static void transpose_panel(const Source& source, int32_t kind, int64_t panel, char* out) {
     const int64_t rows = source.dtype == F32 ? source.k : (source.k + 1) / 2;  // of words
+    const bool starts_line = reinterpret_cast<uintptr_t>(out) % 64 == 0;
     for (int64_t first = 0; first < rows; first += STEPS) {
-        alignas(64) uint32_t words[STEPS][NR];
+        alignas(64) Words words;
         transpose(source, panel, first, words);
         const int64_t count = first + STEPS < rows ? STEPS : rows - first;
         char* to = out + first * sizeof(words[0]);
-        if (kind != KIND_BF16) {
-            std::memcpy(to, words, count * sizeof(words[0]));
-            continue;
+        int64_t bytes = count * sizeof(words[0]);
+        if (kind == KIND_BF16) {
+            for (int64_t i = 0; i < count; ++i) split_pairs(words[i]);
+            if (2 * (first + count) > source.k) bytes -= sizeof(words[0]) / 2;  // an odd number has no last k
         }
-        for (int64_t i = 0; i < count; ++i) {
-            uint32_t single[2][NR / 2];
-            split_pairs(words[i], single[0], single[1]);
-            const bool half = 2 * (first + i) + 1 == source.k;  // the last k of an odd number
-            std::memcpy(to + i * sizeof(words[0]), single, half ? sizeof(single[0]) : sizeof(single));
-        }
+        if (starts_line) stream_lines(to, reinterpret_cast<char*>(words), bytes);
+        else std::memcpy(to, words, bytes);
     }
+    end_streams();
 }
 
 template <class Bits>

@@ -36,6 +36,7 @@ class Alone:
 
     overwrites = False
     waits = True
+    gives = True
     peer_is_gone = False
     peer = ""
 
@@ -57,6 +58,7 @@ class Transport(Protocol):
 
     overwrites: bool  # tensors go to where they belong as they come; else they are kept on the host until all are there
     waits: bool  # a receive waits for a peer or for files: it is done beside the steps
+    gives: bool  # the memory of what it puts is the taker's; else it is others', and used again
     check: Check  # asked while a meeting or a receive waits for a peer
     displaced: str  # the peer whose place its own one took; empty: nobody's
 
@@ -77,7 +79,7 @@ class Transport(Protocol):
     def receive(self, info: Mapping[str, Any], read: Read, put: Put) -> list[Incoming]:
         """Take one message's tensors: `read` checks what is told, then each is `put`, in order; the tensors.
 
-        A tensor is put on the host or on the device, and its memory is used again.
+        A tensor is put on the host or on the device.
         Raises WeightUpdateError for a message that cannot be used, WeightTransferError for a peer that fails.
         """
 
@@ -139,10 +141,10 @@ def buffers(incoming: Sequence[Incoming], size: int) -> Iterator[list[Incoming]]
 
 def split(buffer: torch.Tensor, part: Sequence[Incoming]) -> Iterator[tuple[Incoming, torch.Tensor]]:
     """The tensors of a buffer [bytes] uint8, one behind the other."""
-    begin = 0
-    for each in part:
-        data = buffer[begin : begin + each.num_bytes]
-        begin += each.num_bytes
-        if data.data_ptr() % each.dtype.itemsize or data.storage_offset() % each.dtype.itemsize:
+    begin = int(buffer.storage_offset())
+    address = buffer.data_ptr() - begin
+    for each, data in zip(part, buffer.split([each.num_bytes for each in part]), strict=True):
+        if (begin | address) % each.dtype.itemsize:
             data = data.clone()
+        begin += each.num_bytes
         yield each, data.view(each.dtype).view(each.shape)

@@ -194,6 +194,7 @@ class GroupTransport:
 
     overwrites = False
     waits = True
+    gives = True
     make: MakeGroup
 
     def __init__(self, device: torch.device, options: Mapping[str, Any]) -> None:

@@ -50,6 +50,7 @@ class LocalTransport(Alone):
     """See octavo.rl.transport.Transport. A message has `local_key`, of a Handed that is open."""
 
     waits = False
+    gives = False
 
     def __init__(self, device: torch.device, options: Mapping[str, Any]) -> None:
         """Nothing is opened."""

@@ -8,6 +8,7 @@
 
 #include "attention_rows.h"
 #include "panels.h"
+#include "transpose.h"
 
 namespace octavo {
 
@@ -25,39 +26,9 @@ OCTAVO_INLINE void load_words(const bf16* row, int64_t channels, uint32_t* words
 
 // Words [first, first + 16) of 16 tokens -> 16 rows of the panel, at its columns.
 OCTAVO_INLINE void transpose_words(const char* const* tokens, int64_t first, int64_t channels, char* panel) {
-#if defined(__AVX512F__)
-    __m512i a[16], b[16];
-    OCTAVO_UNROLL for (int t = 0; t < 16; ++t) {
-        const __mmask32 mask = channels < 32 ? (__mmask32(1) << channels) - 1 : ~__mmask32(0);
-        a[t] = _mm512_maskz_loadu_epi16(mask, tokens[t] + 4 * first);
-    }
-    OCTAVO_UNROLL for (int t = 0; t < 16; t += 2) {
-        b[t] = _mm512_unpacklo_epi32(a[t], a[t + 1]);
-        b[t + 1] = _mm512_unpackhi_epi32(a[t], a[t + 1]);
-    }
-    OCTAVO_UNROLL for (int t = 0; t < 16; t += 4) {  // a[t + i]: word i of each 128-bit part, of tokens t to t + 3
-        a[t] = _mm512_unpacklo_epi64(b[t], b[t + 2]);
-        a[t + 1] = _mm512_unpackhi_epi64(b[t], b[t + 2]);
-        a[t + 2] = _mm512_unpacklo_epi64(b[t + 1], b[t + 3]);
-        a[t + 3] = _mm512_unpackhi_epi64(b[t + 1], b[t + 3]);
-    }
-    OCTAVO_UNROLL for (int i = 0; i < 4; ++i) {  // words i, 4 + i, 8 + i, 12 + i
-        __m512i u0 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x44), u1 = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xee);
-        __m512i v0 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x44);
-        __m512i v1 = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xee);
-        char* to = panel + i * PairPanel::ROW_BYTES;
-        _mm512_storeu_si512(to, _mm512_shuffle_i32x4(u0, v0, 0x88));
-        _mm512_storeu_si512(to + 4 * PairPanel::ROW_BYTES, _mm512_shuffle_i32x4(u0, v0, 0xdd));
-        _mm512_storeu_si512(to + 8 * PairPanel::ROW_BYTES, _mm512_shuffle_i32x4(u1, v1, 0x88));
-        _mm512_storeu_si512(to + 12 * PairPanel::ROW_BYTES, _mm512_shuffle_i32x4(u1, v1, 0xdd));
-    }
-#else
-    for (int t = 0; t < 16; ++t) {
-        uint32_t words[16];
-        load_words(reinterpret_cast<const bf16*>(tokens[t] + 4 * first), channels, words);
-        for (int i = 0; i < 16; ++i) std::memcpy(panel + i * PairPanel::ROW_BYTES + 4 * t, words + i, 4);
-    }
-#endif
+    Line lines[LINE_WORDS];
+    for (int t = 0; t < LINE_WORDS; ++t) lines[t] = read_line(tokens[t] + 4 * first, 2 * channels);
+    transpose_lines(lines, panel, PairPanel::ROW_BYTES);
 }
 
 // The keys of a tile as a panel: [pairs, rounded up to 16][TILE] words.
