@@ -154,7 +154,7 @@ def test_a_store_whose_has_raises_is_a_miss_that_is_counted_and_told_once(
         assert answer(llm) == expected
         moved = settle(llm)
         assert llm.reset_prefix_cache()
-    assert moved.num_errors >= 6 and HasRaises.kept
+    assert moved.num_errors == 3 and HasRaises.kept  # a request asks once, and no further behind what is not there
     told = [record.message for record in caplog.records if f"{name}.has" in record.message]
     assert len(told) == 1 and "taken for a miss" in told[0]
     llm.close()

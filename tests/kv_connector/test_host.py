@@ -66,6 +66,8 @@ def test_O_3_what_a_load_reads_gives_way_to_nothing_and_what_gave_way_is_kept_el
     path = tmp_path / "00" / f"{PAIRS[0].key[:16].hex()}-0.safetensors"
     path.parent.mkdir()
     path.touch()
+    while not index.is_known("asks", [pair.key for pair in PAIRS], [False] * len(PAIRS)):
+        index.wait(60)
     load, missing = index.order_load(6, PAIRS)
     assert load.slots == [IN_FILE, 0, 1] and missing == [PAIRS[1].block]
 

@@ -44,6 +44,7 @@ def read(**changes: object) -> object:
         ({"kv_port": 70000}, "kv_port=70000: must be a whole number from 0 to 65535"),
         ({"kv_load_failure_policy": "ignore"}, "must be one of fail, recompute"),
         ({"kv_transfer_timeout": 0}, "kv_transfer_timeout=0: must be seconds above 0"),
+        ({"kv_lookup_timeout": "1"}, "kv_lookup_timeout='1': must be seconds above 0"),
         ({"enable_permute_local_kv": True}, "blocks are never permuted"),
         ({EXTRA: []}, "expected a mapping"),
         ({EXTRA: {}}, "cpu_bytes_to_use=None: must be bytes, at least 1"),

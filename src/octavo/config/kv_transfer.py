@@ -21,6 +21,8 @@ ROLES = ("kv_producer", "kv_consumer", "kv_both")
 POLICIES = ("fail", "recompute")
 DEFAULT_PORT = 14579
 DEFAULT_TIMEOUT = 30.0  # seconds
+DEFAULT_LOOKUP = 1.0
+LOOKUP_TIMEOUT = "kv_lookup_timeout"
 _MAX_TIMEOUT = 86400.0
 _MAX_GIB = 1 << 20
 _EXAMPLE = (
@@ -41,6 +43,7 @@ _KEYS = (
     "enable_permute_local_kv",
     "kv_load_failure_policy",
     "kv_transfer_timeout",
+    LOOKUP_TIMEOUT,
 )
 _NO_VALUE: Any = object()
 
@@ -63,6 +66,7 @@ class KVTransferConfig:
     module_path: str = ""  # where a connector out of tree is
     load_failure_policy: str = "fail"
     timeout: float = DEFAULT_TIMEOUT  # seconds that a transfer may take
+    lookup: float = DEFAULT_LOOKUP  # seconds for which a request waits for what a store has
 
     @property
     def produces(self) -> bool:
@@ -111,6 +115,7 @@ def read_kv_transfer(given: Mapping[str, Any], label: str = "") -> KVTransferCon
         module_path=extra.text("kv_connector_module_path", ""),
         load_failure_policy=extra.choice("kv_load_failure_policy", "fail", POLICIES),
         timeout=extra.seconds("kv_transfer_timeout", DEFAULT_TIMEOUT),
+        lookup=extra.seconds(LOOKUP_TIMEOUT, DEFAULT_LOOKUP),
     )
 
 

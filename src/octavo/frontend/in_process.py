@@ -101,6 +101,7 @@ class InProcessClient:
             num_kv_evicted_blocks=moved.num_evicted_blocks,
             kv_stored_bytes=moved.stored_bytes,
             num_kv_errors=moved.num_errors,
+            num_kv_late_lookups=moved.num_late_lookups,
         )
 
 

@@ -142,6 +142,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_load_seconds: float = 0.0
     num_kv_evicted_blocks: int = 0
     num_kv_errors: int = 0
+    num_kv_late_lookups: int = 0
     kv_stored_bytes: int = 0
 
 
@@ -178,6 +179,7 @@ COUNTERS = (
     "num_kv_loaded_blocks",
     "num_kv_evicted_blocks",
     "num_kv_errors",
+    "num_kv_late_lookups",
     "kv_saved_bytes",
     "kv_loaded_bytes",
     "kv_save_seconds",

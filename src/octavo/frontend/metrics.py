@@ -41,6 +41,7 @@ COUNTERS = (
     ("octavo:kv_load_seconds", "kv_load_seconds"),
     ("octavo:kv_evicted_blocks", "num_kv_evicted_blocks"),
     ("octavo:kv_errors", "num_kv_errors"),
+    ("octavo:kv_late_lookups", "num_kv_late_lookups"),
     ("octavo:weight_updates", "num_weight_updates"),
     ("octavo:failed_weight_updates", "num_failed_weight_updates"),
     ("octavo:weight_update_seconds", "weight_update_seconds"),

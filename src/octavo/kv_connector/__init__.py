@@ -68,6 +68,7 @@ class ConnectorStats:
     num_evicted_blocks: int = 0
     stored_bytes: int = 0  # now, as far as it is known
     num_errors: int = 0  # of a store, a disk or a connector's own code; a transfer that failed is one
+    num_late_lookups: int = 0  # requests that were computed since a store did not say in time what it has
 
 
 NO_STATS = ConnectorStats()

@@ -25,7 +25,7 @@ from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.keys import Pair
 from octavo.kv_connector.orders import EngineSide, Order, Report
 from octavo.kv_connector.peers.description import GroupDescription
-from octavo.kv_connector.shared_storage import FoundFiles, check_room, folder_secret, write_secret
+from octavo.kv_connector.shared_storage import LookedUpFiles, check_room, folder_secret, write_secret
 from octavo.kv_connector.stored import Index, StoredConnector
 
 if TYPE_CHECKING:
@@ -118,7 +118,9 @@ class Host:
         if num_slots <= most > 1:
             limit = f"a state of this model's layers takes {most} blocks of {size} bytes, beside K and V before it"
             raise self._refuse_size(limit, "raise it")
-        index = _Slots(num_slots, size, self._options)
+        transfer = self._transfer
+        files = LookedUpFiles(self._options.storage_path, transfer.lookup, Troubles(transfer.kv_connector))
+        index = _Slots(num_slots, size, self._options, files)
         return StoredConnector(engine, index, prompt_only=self._options.prompt_only)
 
     def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
@@ -177,9 +179,9 @@ class Host:
 class _Slots(Index):
     """Which key is in which slot, and which are in a file behind."""
 
-    def __init__(self, num_slots: int, block_bytes: int, options: HostOptions) -> None:
-        self._block_bytes, self._folder = block_bytes, options.storage_path
-        self._files = FoundFiles(options.storage_path)
+    def __init__(self, num_slots: int, block_bytes: int, options: HostOptions, files: LookedUpFiles) -> None:
+        self._block_bytes, self._folder, self._files = block_bytes, options.storage_path, files
+        self.answers_later = bool(self._folder)
         self._threshold = options.store_threshold
         self._make_eviction: Callable[[], Eviction] = functools.partial(EVICTION[options.eviction_policy], num_slots)
         self._eviction: Eviction = self._make_eviction()
@@ -198,6 +200,28 @@ class _Slots(Index):
     @property
     def stored_bytes(self) -> int:
         return len(self._slots) * self._block_bytes
+
+    @property
+    def num_errors(self) -> int:
+        return self._files.num_errors
+
+    @property
+    def num_late(self) -> int:
+        return self._files.num_late
+
+    def is_known(self, request_id: str, keys: Sequence[bytes], stops: Sequence[bool]) -> bool:
+        asked = [(key, stop) for key, stop in zip(keys, stops, strict=True) if key not in self._slots]
+        return self._files.is_known(request_id, [key for key, _ in asked], [stop for _, stop in asked])
+
+    @property
+    def is_looking(self) -> bool:
+        return self._files.is_looking
+
+    def wait(self, seconds: float) -> bool:
+        return self._files.wait(seconds)
+
+    def close(self) -> None:
+        self._files.close()
 
     def __contains__(self, key: object) -> bool:
         assert isinstance(key, bytes), "blocks are looked for by key"

@@ -44,7 +44,7 @@ class LMCache:
         extra = Extra({name: value for name, value in transfer.extra.items() if not name.startswith(_PREFIX)})
         extra.check_keys(("prompt_only", "lookup_timeout"))
         self._prompt_only = extra.flag("prompt_only", False)
-        self._lookup = extra.seconds("lookup_timeout", 1.0)
+        self._lookup = extra.seconds("lookup_timeout", transfer.lookup)
 
     @staticmethod
     def _lacks(transfer: KVTransferConfig, why: str) -> Exception:
@@ -56,7 +56,9 @@ class LMCache:
 
     def scheduler_half(self, engine: EngineSide) -> Connector:
         """See Kind."""
-        return StoredConnector(engine, LookedUp(engine.ask, self._lookup), prompt_only=self._prompt_only)
+        troubles = Troubles(self._transfer.kv_connector)
+        index = LookedUp(engine.ask, self._lookup, troubles=troubles, setting="lookup_timeout")
+        return StoredConnector(engine, index, prompt_only=self._prompt_only)
 
     def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
         """See Kind."""

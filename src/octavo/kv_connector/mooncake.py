@@ -91,7 +91,7 @@ class MooncakeStore:
         self._buffer_bytes = extra.size("local_buffer_size", 64 << 20, low=1 << 20)
         self._num_threads = extra.number("num_threads", 2, 1, 64)
         self._prompt_only = extra.flag("prompt_only", False)
-        self._lookup = extra.seconds("lookup_timeout", 1.0)
+        self._lookup = extra.seconds("lookup_timeout", transfer.lookup)
 
     def secret(self) -> bytes:
         """See Kind. The same for all: who reaches the store reads what is in it."""
@@ -99,7 +99,9 @@ class MooncakeStore:
 
     def scheduler_half(self, engine: EngineSide) -> Connector:
         """See Kind."""
-        return StoredConnector(engine, LookedUp(engine.ask, self._lookup), prompt_only=self._prompt_only)
+        troubles = Troubles(self._transfer.kv_connector)
+        index = LookedUp(engine.ask, self._lookup, troubles=troubles, setting="lookup_timeout")
+        return StoredConnector(engine, index, prompt_only=self._prompt_only)
 
     def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
         """See Kind."""

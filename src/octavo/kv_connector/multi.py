@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from octavo.config.kv_transfer import EXTRA, Extra, KVTransferConfig, read_kv_transfer, refuse
+from octavo.config.kv_transfer import EXTRA, LOOKUP_TIMEOUT, Extra, KVTransferConfig, read_kv_transfer, refuse
 from octavo.kv_connector import LATER, Connector, ConnectorStats, Later, SilentConnector, Transfer, TransferResults
 from octavo.kv_connector.orders import EngineSide
 from octavo.kv_connector.table import Kind, make_kind, moves_states, scheduler_half, secret_of, worker_half
@@ -40,6 +40,7 @@ class Multi:
         for place, given in enumerate(extra.mappings("connectors")):
             label = f"{EXTRA}.connectors[{place}]."
             common = {"engine_id": transfer.engine_id, "kv_transfer_timeout": transfer.timeout}
+            common[LOOKUP_TIMEOUT] = transfer.lookup  # a child may have another one
             child = read_kv_transfer({**common, **given}, label)
             if child.kv_connector == transfer.kv_connector:
                 raise refuse(f"{label}kv_connector", child.kv_connector, "connectors of a multi are no multi")

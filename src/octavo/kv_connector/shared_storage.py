@@ -19,8 +19,9 @@ from octavo.config.kv_transfer import EXTRA, Extra, KVTransferConfig, refuse
 from octavo.kv_connector import Connector
 from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.keys import MAX_HEADER_BYTES, Pair, file_path
+from octavo.kv_connector.lookups import LookedUpHere
 from octavo.kv_connector.orders import EngineSide, Order, Report
-from octavo.kv_connector.stored import Index, StoredConnector
+from octavo.kv_connector.stored import StoredConnector
 
 if TYPE_CHECKING:
     from octavo.kv_connector.worker import WorkerConnector
@@ -62,7 +63,9 @@ class SharedStorage:
     def scheduler_half(self, engine: EngineSide) -> Connector:
         """See Kind."""
         check_room(f"{EXTRA}.max_bytes", self._max_bytes, engine.block_bytes)
-        return StoredConnector(engine, _Files(self._folder), prompt_only=self._prompt_only)
+        transfer = self._transfer
+        files = LookedUpFiles(str(self._folder), transfer.lookup, Troubles(transfer.kv_connector))
+        return StoredConnector(engine, files, prompt_only=self._prompt_only)
 
     def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
         """See Kind."""
@@ -84,7 +87,10 @@ class SharedStorage:
 
 
 class FoundFiles:
-    """Which keys have a file in a folder that can be used, as far as it is known without a look into it."""
+    """Which keys have a file in a folder that can be used, as far as it is known without a look into it.
+
+    The folder may be elsewhere, and say nothing for long.
+    """
 
     def __init__(self, folder: str) -> None:
         """Nothing is known to be of no use."""
@@ -120,25 +126,44 @@ class FoundFiles:
                 self._useless.add(pair.key)
 
 
-class _Files(Index):
-    """What has a file."""
+class LookedUpFiles(LookedUpHere):
+    """What has a file, by a thread that looks at the folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self._files = FoundFiles(str(folder))
+    def __init__(self, folder: str, limit: float, troubles: Troubles) -> None:
+        """See LookedUpHere."""
+        self._files = FoundFiles(folder)
+        super().__init__(self._files.__contains__, limit, troubles)
+        self._moving: dict[int, tuple[bool, list[Pair]]] = {}  # order -> whether it is a load, what it moves
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._files
+    def ordered(self, number: int, pairs: Sequence[Pair], *, is_load: bool) -> None:
+        """An order that reads or writes these files begins."""
+        self._moving[number] = is_load, list(pairs)
 
     def ended(self, number: int, report: Report | None) -> None:
+        """See Index. Whether a file that brought nothing is still there is looked at by the thread too."""
+        is_load, pairs = self._moving.pop(number, (False, []))
+        if report is None or not pairs:
+            return
+        missed = set(report.missed) if is_load else set()
+        if is_load:
+            self._learn([pair.key for pair in pairs if pair.block in missed], [False] * len(pairs))
+        elif not report.failed:
+            self._learn([pair.key for pair in pairs], [True] * len(pairs))
+        if missed or not is_load:
+            self.questions.run(lambda: self._note(number, pairs, report, is_load=is_load))
+
+    def _note(self, number: int, pairs: Sequence[Pair], report: Report, *, is_load: bool) -> None:
+        self._files.ordered(number, pairs, is_load=is_load)
         self._files.ended(number, report)
 
     def order_load(self, number: int, pairs: Sequence[Pair]) -> tuple[Order | None, list[int]]:
-        self._files.ordered(number, pairs, is_load=True)
-        blocks, keys = [pair.block for pair in pairs], [pair.key for pair in pairs]
-        return Order(number=number, is_load=True, blocks=blocks, keys=keys), []
+        """See Index."""
+        self.ordered(number, pairs, is_load=True)
+        return super().order_load(number, pairs)
 
     def order_save(self, number: int, pairs: Sequence[Pair]) -> Order:
-        self._files.ordered(number, pairs, is_load=False)
+        """See Index."""
+        self.ordered(number, pairs, is_load=False)
         blocks, keys = [pair.block for pair in pairs], [pair.key for pair in pairs]
         return Order(number=number, is_load=False, blocks=blocks, keys=keys)
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from octavo.config.kv_transfer import KVTransferConfig, refuse
 from octavo.kv_connector import Connector
 from octavo.kv_connector.guard import RAISED, Troubles, describe
-from octavo.kv_connector.keys import Pair
-from octavo.kv_connector.orders import EngineSide, Order
-from octavo.kv_connector.stored import Index, StoredConnector
+from octavo.kv_connector.lookups import LookedUpHere
+from octavo.kv_connector.orders import EngineSide
+from octavo.kv_connector.stored import StoredConnector
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,9 +37,9 @@ class StoreKind(abc.ABC):
 
     @abc.abstractmethod
     def has(self, key: str) -> bool:
-        """Whether `get` will give something. Called by the thread that schedules: it must not take long.
+        """Whether `get` will give something. Called by a thread of its own, of an object that nobody else calls.
 
-        What it raises is taken for a miss.
+        What it raises is taken for a miss, and so is what it does not say within kv_lookup_timeout.
         """
 
     @abc.abstractmethod
@@ -60,7 +59,9 @@ class StoreKind(abc.ABC):
 
     def scheduler_half(self, engine: EngineSide) -> Connector:
         """See Kind."""
-        return StoredConnector(engine, _StoreIndex(self, Troubles(self.transfer.kv_connector)))
+        troubles = Troubles(self.transfer.kv_connector)
+        index = LookedUpHere(functools.partial(_has, self, troubles), self.transfer.lookup, troubles)
+        return StoredConnector(engine, index)
 
     def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
         """See Kind."""
@@ -75,35 +76,12 @@ class StoreKind(abc.ABC):
         return Mover(handler, cache.block_bytes, count, timeout=transfer.timeout, troubles=troubles)
 
 
-class _StoreIndex(Index):
-    def __init__(self, store: StoreKind, troubles: Troubles) -> None:
-        self._store, self._troubles = store, troubles
-
-    @property
-    def num_errors(self) -> int:
-        return self._troubles.num
-
-    def close(self) -> None:
-        self._troubles.close()
-
-    def __contains__(self, key: object) -> bool:
-        assert isinstance(key, bytes), "blocks are looked for by key"
-        try:
-            return bool(self._store.has(key.hex()))
-        except RAISED as error:
-            self._troubles.tell(f"has {error!r}", functools.partial(self._miss, error))
-            return False
-
-    def _miss(self, error: BaseException) -> str:
-        return f"{self._troubles.name}.has is taken for a miss: {describe(error)}"
-
-    def order_load(self, number: int, pairs: Sequence[Pair]) -> tuple[Order | None, list[int]]:
-        blocks, keys = [pair.block for pair in pairs], [pair.key for pair in pairs]
-        return Order(number=number, is_load=True, blocks=blocks, keys=keys), []
-
-    def order_save(self, number: int, pairs: Sequence[Pair]) -> Order:
-        blocks, keys = [pair.block for pair in pairs], [pair.key for pair in pairs]
-        return Order(number=number, is_load=False, blocks=blocks, keys=keys)
+def _has(store: StoreKind, troubles: Troubles, key: bytes) -> bool:
+    try:
+        return bool(store.has(key.hex()))
+    except RAISED as error:
+        troubles.tell(f"has {error!r}", f"{troubles.name}.has is taken for a miss: {describe(error)}")
+        return False
 
 
 class _CheckedStore:

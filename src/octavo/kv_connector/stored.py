@@ -21,8 +21,11 @@ class Index(abc.ABC):
 
     answers_later = False  # `is_known` has to be asked
 
-    def is_known(self, request_id: str, keys: Sequence[bytes]) -> bool:
-        """Whether it knows which of these there are. False: ask again in a later step."""
+    def is_known(self, request_id: str, keys: Sequence[bytes], stops: Sequence[bool]) -> bool:
+        """Whether it knows which of these there are. False: ask again in a later step.
+
+        stops: of each, whether those behind it are of no use where it is not there.
+        """
         return True
 
     @property
@@ -30,9 +33,13 @@ class Index(abc.ABC):
         """Whether `is_known` may say more soon."""
         return False
 
+    def wait(self, seconds: float) -> bool:
+        """Wait until `is_known` may say more, and for so long at most. False: it comes as orders end."""
+        return False
+
     @abc.abstractmethod
     def __contains__(self, key: object) -> bool:
-        """Whether a key can be loaded."""
+        """Whether a key can be loaded. Waits for nothing."""
 
     @abc.abstractmethod
     def order_load(self, number: int, pairs: Sequence[Pair]) -> tuple[Order | None, list[int]]:
@@ -57,6 +64,11 @@ class Index(abc.ABC):
     @property
     def num_errors(self) -> int:
         """Questions that ended in an error since the start."""
+        return 0
+
+    @property
+    def num_late(self) -> int:
+        """Questions that were not answered in time since the start."""
         return 0
 
     def close(self) -> None:  # noqa: B027 (what tells nothing has nothing to do)
@@ -84,6 +96,8 @@ class _Known:
 
 class StoredConnector(SilentConnector):
     """See Connector."""
+
+    answers_at_once = True  # its index does, or another thread looks
 
     def __init__(self, engine: EngineSide, index: Index, *, prompt_only: bool = False) -> None:
         """prompt_only: what was generated is not saved."""
@@ -129,15 +143,19 @@ class StoredConnector(SilentConnector):
         return max(end, num_local)
 
     def _is_known(self, request: Request, start: int, end: int) -> bool:
-        keys = [
-            key
-            for group in self._groups
-            for name in group.names(request.block_hashes)[
-                start // group.group.block_size : end // group.group.block_size
-            ]
-            for key in group.keys(name)
-        ]
-        return self.index.is_known(request.request_id, keys)
+        """Whether the index knows all that a search up to `end` looks for: asked for from the first token on.
+
+        Where a group needs every block before, all that comes behind one that is not there is of no use to any.
+        """
+        asked: list[tuple[int, bool, bytes]] = []  # the end of its tokens, whether it may be done without, the key
+        for group in self._groups:
+            size, is_optional = group.group.block_size, group.policy.first_needed(end) > 0
+            names = group.names(request.block_hashes)[start // size : end // size]
+            for place, name in enumerate(names, start // size + 1):
+                asked += [(place * size, is_optional, key) for key in group.keys(name)]
+        asked.sort(key=lambda each: each[:2])
+        stops = [not is_optional for _, is_optional, _ in asked]
+        return self.index.is_known(request.request_id, [key for _, _, key in asked], stops)
 
     def _limit(self, request: Request, name: str, most: int, base: int = 0) -> int:
         """A token up to which a request wants something done, counted from `base`."""
@@ -224,7 +242,8 @@ class StoredConnector(SilentConnector):
 
     def wait(self, seconds: float) -> None:
         """See Connector."""
-        if (self._orders or self.index.is_looking) and not self._missed:
+        is_looking = self.index.is_looking
+        if (self._orders or is_looking) and not self._missed and not (is_looking and self.index.wait(seconds)):
             self._orders.wait(seconds)
 
     def reset(self) -> bool:
@@ -240,4 +259,4 @@ class StoredConnector(SilentConnector):
         """See Connector."""
         index = self.index
         own = {"num_evicted_blocks": index.num_evicted, "stored_bytes": index.stored_bytes}
-        return self._orders.stats(**own, num_errors=index.num_errors)
+        return self._orders.stats(**own, num_errors=index.num_errors, num_late_lookups=index.num_late)

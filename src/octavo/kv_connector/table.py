@@ -141,7 +141,8 @@ def scheduler_half(kind: Kind, engine: EngineSide) -> Connector:
     name = engine.transfer.kv_connector
     if not _is_out_of_tree(kind):
         return kind.scheduler_half(engine)
-    return made(name, lambda: Guarded(kind.scheduler_half(engine), name))
+    lookup, timeout = engine.transfer.lookup, engine.transfer.timeout
+    return made(name, lambda: Guarded(kind.scheduler_half(engine), name, lookup=lookup, timeout=timeout))
 
 
 def worker_half(kind: Kind, transfer: KVTransferConfig, cache: CacheBytes, identity: str) -> WorkerConnector:

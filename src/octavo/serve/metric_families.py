@@ -179,6 +179,7 @@ FAMILIES = (
     Family(name="kv_load_seconds", kind="counter", prefix=OWN, help="From the beginning of loads to their ends"),
     Family(name="kv_evicted_blocks", kind="counter", prefix=OWN, help="Blocks that gave way in a connector's memory"),
     Family(name="kv_errors", kind="counter", prefix=OWN, help="Errors of a store, a disk or a connector's own code"),
+    Family(name="kv_late_lookups", kind="counter", prefix=OWN, help="Requests that a store did not answer in time"),
     Family(name="kv_stored_bytes", kind="gauge", prefix=OWN, help="Bytes of blocks that a connector keeps"),
     Family(name="engine_restarts", kind="counter", prefix=OWN, help="Times that the engine process was replaced"),
 )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.config.kv_transfer import KVTransferConfig, refuse
 from octavo.kv_connector import LATER, Connector, ConnectorStats, Later, SilentConnector, Transfer, TransferResults
+from octavo.kv_connector.guard import Troubles, ends_within
 from octavo.kv_connector.orders import EngineSide, Orders
 from octavo.kv_connector.vllm.turn import Turn
 from octavo.kv_connector.vllm.views import BlocksView, cache_view, config_view, output_view, request_view
@@ -71,10 +72,12 @@ class _Adapted(SilentConnector):
     """See Connector."""
 
     saves_running = has_own_names = True
+    calls_nobody_in = ("finished", "cancel", "take_results", "wait", "stats")
 
     def __init__(self, connector: Any, engine: EngineSide, *, takes_groups: bool) -> None:
         self._connector, self._orders = connector, Orders(engine.ask)
         self._takes_groups = takes_groups
+        self._timeout, self._troubles = engine.transfer.timeout, Troubles(engine.transfer.kv_connector)
         self.save_unit = max(group.block_size for group in engine.groups)
         self._async: dict[str, bool] = {}  # request that was matched -> whether its load is
         self._saved: set[str] = set()  # requests whose prompt was shown
@@ -135,7 +138,7 @@ class _Adapted(SilentConnector):
             delays, told = self._connector.request_finished_all_groups(view, tuple(tables))
         else:
             delays, told = self._connector.request_finished(view, tables[0])
-        if delays:
+        if delays and any(tables):  # else it hears late of the end, and its blocks are gone
             self._delayed.add(request.request_id)
         return dict(told) if told else None
 
@@ -170,4 +173,6 @@ class _Adapted(SilentConnector):
 
     def close(self) -> None:
         self._orders.close()
-        getattr(self._connector, "shutdown", lambda: None)()
+        shutdown = getattr(self._connector, "shutdown", lambda: None)
+        ends_within(self._timeout, self._troubles, "shutdown beside the scheduler", shutdown)
+        self._troubles.close()

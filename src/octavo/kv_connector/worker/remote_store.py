@@ -1,14 +1,11 @@
 """The worker's half of connectors over a store elsewhere, which may take long to say anything.
 
-Owns the thread that asks it what is there, and the checksum around what it keeps. Invariants: what a store gives for a
+Owns the questions what is there, and the checksum around what it keeps. Invariants: what a store gives for a
 key is used only if it is, bit for bit, what was kept under that key; nothing that the store does late touches a block.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,7 +13,8 @@ import numpy as np
 import xxhash
 
 from octavo.config.kv_transfer import DEFAULT_TIMEOUT
-from octavo.kv_connector.guard import Troubles, describe
+from octavo.kv_connector.guard import Troubles, ends_within
+from octavo.kv_connector.lookups import Questions
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.file_store import Blocks, FileHandler
 from octavo.kv_connector.worker.mover import Mover
@@ -50,47 +48,25 @@ class RemoteMover(Mover):
         """limit: seconds for which an answer is wanted. The others: see Mover."""
         handler = FileHandler(cache, store)
         super().__init__(handler, cache.block_bytes, num_threads, timeout=timeout, troubles=troubles)
-        self._store, self._limit = store, limit
-        self._questions = queue.SimpleQueue[tuple[str, Sequence[bytes], float] | None]()
-        self._answers: list[tuple[str, Sequence[bool]]] = []
-        self._asking = threading.Thread(target=self._ask, name="octavo-kv-look", daemon=True)
-        self._asking.start()
+        self._store = store
+        self._questions = Questions(lambda keys, stops: store.find(keys), limit, self.troubles, self._changed.set)
 
-    def look(self, name: str, keys: Sequence[bytes]) -> None:
-        """Ask for keys; `looked` answers under the name."""
-        self._questions.put((name, keys, time.monotonic() + self._limit))
+    def look(self, name: str, keys: Sequence[bytes], stops: Sequence[bool] = ()) -> None:
+        """Ask for keys, all at once; `looked` answers under the name."""
+        self._questions.look(name, keys, stops)
 
     def looked(self) -> Sequence[tuple[str, Sequence[bool]]]:
         """(name, whether each key is there) since the last call."""
         with self._lock:
-            answers, self._answers = self._answers, []
             if not self._ended:
                 self._changed.clear()
-        return answers
-
-    def _ask(self) -> None:
-        while (question := self._questions.get()) is not None:
-            name, keys, until = question
-            found: Sequence[bool] = [False] * len(keys)
-            try:
-                if time.monotonic() < until:
-                    found = self._store.find(keys)
-            except BaseException as error:  # of a library or a network: nothing is there
-                self.troubles.tell(
-                    f"ask {type(error).__name__} {error}", f"the store cannot be asked: {describe(error)}"
-                )
-            with self._lock:
-                self._answers.append((name, found))
-                self._changed.set()
+        return self._questions.looked()
 
     def close(self) -> None:
         """See WorkerConnector."""
-        self._questions.put(None)
         super().close()
-        self._asking.join(self._limit)
-        closing = threading.Thread(target=self._store.close, daemon=True)  # it may wait for a call that hangs
-        closing.start()
-        closing.join(self._timeout)
+        self._questions.close()
+        ends_within(self._timeout, self.troubles, "the store's end", self._store.close)
 
 
 def seal(key: bytes, block: np.ndarray, row: np.ndarray) -> None:
