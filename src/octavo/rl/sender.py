@@ -37,7 +37,7 @@ from octavo.rl.transport.group import Group, place_of
 from octavo.rl.transport.ipc import handle_of
 from octavo.rl.transport.local import Handed
 from octavo.rl.transport.nccl import make_nccl
-from octavo.rl.transport.shm import FOLDER, PREFIX
+from octavo.rl.transport.shm import PREFIX, SharedBuffer
 
 _BACKENDS = ("local", "disk", "shm", "gloo", "nccl", "ipc")
 _GLOO_AHEAD = 2  # of them, on their way while the next one is gathered
@@ -149,6 +149,7 @@ class Sender:
         self._backend, self._timeout = backend, timeout
         self._address, self._size = address, num_workers + 1
         self._group: Group | None = None
+        self._shared = SharedBuffer()
         self._place = ""  # of the group, by which the engine knows whose an update is
         self._has_met = backend == "local"
         self._session: str | None = None  # what the engine calls the update that is open
@@ -181,7 +182,8 @@ class Sender:
         self._engine.finish_weight_update(version, session=self._session)
 
     def close(self) -> None:
-        """Leave the group, if there is one; the next `send` makes another."""
+        """Leave the group, or take away the memory that was shared; the next `send` makes another."""
+        self._shared.close()
         group, self._group = self._group, None
         self._has_met = self._backend == "local"
         if group is not None:
@@ -251,16 +253,9 @@ class Sender:
 
     def _send_shm(self, source: WeightSource) -> None:
         for part in buffers(source.incoming, BUFFER_BYTES):
-            name = f"{PREFIX}{secrets.token_hex(16)}"
-            path = f"{FOLDER}/{name}"
-            try:
-                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-                    for each in part:
-                        file.write(memoryview(_bytes(source.gather(each.name)).cpu().numpy()))  # type: ignore[arg-type]
-                self._update({"update_info": {**told(part), "shm_name": name}})
-            finally:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+            _gather(source, part, self._shared.take(sum(each.num_bytes for each in part)))
+            self._update({"update_info": {**told(part), "shm_name": self._shared.name}})
+            self._shared.let_go()
 
     def _send_ipc(self, source: WeightSource) -> None:
         for part in buffers(source.incoming, BUFFER_BYTES):
@@ -304,7 +299,12 @@ def _sources(source: WeightSource | Iterable[tuple[str, torch.Tensor]]) -> Itera
 def _packed(source: WeightSource, part: list[Incoming], device: str) -> torch.Tensor:
     if len(part) == 1:
         return _bytes(source.gather(part[0].name)).to(device)
-    packed, begin = torch.empty(sum(each.num_bytes for each in part), dtype=torch.uint8, device=device), 0
+    return _gather(source, part, torch.empty(sum(each.num_bytes for each in part), dtype=torch.uint8, device=device))
+
+
+def _gather(source: WeightSource, part: list[Incoming], packed: torch.Tensor) -> torch.Tensor:
+    """Tensors one behind the other into a buffer [bytes] uint8 of their size, which is the result."""
+    begin = 0
     for each in part:
         source.gather_into(each.name, packed[begin : begin + each.num_bytes])
         begin += each.num_bytes
