@@ -182,7 +182,7 @@ def test_S_11_blocks_on_flex_in_a_pool_beyond_32_bit_offsets(tmp_path: Path) -> 
             device="cuda", max_model_len=1024, speculative_config={"num_speculative_tokens": K, **given}, **fields
         ) as llm:
             pool = llm.engine.scheduler.kv._pool
-            assert size == 1 << 28 or pool.num_blocks * 16 > 2**31 // (2 * 2 * 64)
+            assert size == 1 << 28 or pool.num_blocks * llm.engine.scheduler.kv.block_size > 2**31 // (2 * 2 * 64)
             pool._free_uncached.reverse()
             found.append(answers(llm, 8))
     assert found[0] == found[1]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from octavo.device.staging import StagedTensor, WriteQueue
+from octavo.ops.copying import to_device
 from octavo.ops.inputs.tensors import RowTensors
 from octavo.plan import IntArray, NewRow, StepLimits
 
@@ -49,7 +50,7 @@ class RequestTable:
 
     def take_back(self, rows: IntArray) -> None:
         """The last token of each of `rows` is to be computed again, and what was sampled behind it is dropped."""
-        at = torch.from_numpy(rows).to(self.num_computed.data.device)
+        at = to_device(rows, self.num_computed.data.device)
         for lengths in (self.num_computed.data, self.total_len.data):
             lengths.index_add_(0, at, torch.full_like(at, -1, dtype=lengths.dtype))
         self.num_computed_upper[rows] -= 1

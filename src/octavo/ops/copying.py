@@ -1,4 +1,4 @@
-"""Copies of a CPU's tensors that wait for nobody: small ones are made by the thread that asks for them.
+"""Copies that wait for nobody: of a CPU made by the thread that asks if they are small, to a GPU from pinned memory.
 
 Owns how a copy is cut into parts that torch does not share out among threads of OpenMP. Each thread that asks has a
 team of its own, of as many threads as the machine has cores; where others use the cores, a copy of a tenth of a
@@ -7,7 +7,9 @@ millisecond waits for the last of them to be given one. Invariant: the values ar
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 _PART = (1 << 15) - 64  # elements: one less than torch shares out, in whole lines of a cache
 _MAX_ALONE = 1 << 22  # elements of which one thread is not long in making a copy
@@ -28,3 +30,11 @@ def copy_alone(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
             own.copy_(other)
         return target
     return target.copy_(source)
+
+
+def to_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """`array` as a tensor on `device`, without waiting for it. On CPU the tensor shares the array's bytes."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

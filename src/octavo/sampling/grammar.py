@@ -30,10 +30,11 @@ from numpy.typing import NDArray
 
 from octavo.device.staging import PinnedRing
 from octavo.grammar.compiler import Grammars
+from octavo.ops.copying import to_device
 from octavo.ops.sampling import allow_bits_
 from octavo.plan import NO_INTS, IntArray, NewRow
 from octavo.sampling.mask_jobs import MaskJob, MaskLanes
-from octavo.sampling.rows import RowSet, SampleBatch, Selection, to_device
+from octavo.sampling.rows import RowSet, SampleBatch, Selection
 from octavo.sampling.thinking import AfterThinking, Anything, Form
 from octavo.sampling.told import ToldTokens
 

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
+from octavo.ops.copying import to_device
 from octavo.ops.sampling import token_logprobs, top_logprobs
 from octavo.plan import NewRow, PromptLogprobs, TokenLogprobs
-from octavo.sampling.rows import IntArray, RowSet, SampleBatch, to_device
+from octavo.sampling.rows import IntArray, RowSet, SampleBatch
 
 MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 _FEW = 256  # so many of the likeliest come from top_logprobs with the bits of token_logprobs; more are made by hand

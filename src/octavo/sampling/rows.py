@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from octavo.ops.copying import to_device
+
 IntArray = NDArray[np.integer]
 
 
@@ -44,14 +46,6 @@ class Entries:
     entry_at: torch.Tensor  # [E] int64, the logits row of each entry
     columns: tuple[torch.Tensor, ...]  # each [E] or [E, width]
     cells: torch.Tensor  # [E] int64, entry_at * vocab_size + columns[0]: where in the flat logits
-
-
-def to_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """`array` as a tensor on `device`, without waiting for it. On CPU the tensor shares the array's bytes."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class RowSet:

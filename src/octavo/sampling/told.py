@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.device.staging import PinnedRing
-from octavo.sampling.rows import to_device
+from octavo.ops.copying import to_device
 
 
 class Line(NamedTuple):

@@ -8,6 +8,7 @@ when it is issued.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -19,6 +20,7 @@ from octavo.plan import StepLimits
 
 # Sizes between which operators choose other kernels, and some between.
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+_FEW_ROWS, _FEW_TOKENS = (2, 4, 8, 16, 32), (2, 4, 8)  # of steps whose rows verify some drafts, or end their prompts
 MOST_DRAFTED = 256  # drafts of a step, and tokens that verify some: for so many logits there is room in any plan
 _SETTLED_SECONDS = 0.5  # in which what the first steps launch is loaded, if it was compiled before
 
@@ -81,7 +83,12 @@ def step_shapes(limits: StepLimits, *, decodes: bool) -> list[Shape]:
                     found[Shape(num_rows, size, longest, length, True)] = None
                 if 0 < most < longest and num_rows * (1 + most) <= min(size, max(limits.max_num_rows, MOST_DRAFTED)):
                     found[Shape(num_rows, size, longest, length, False, most)] = None
-    return [shape for shape in found if decodes or shape.max_query_len > 1]
+    for num_rows, longest in itertools.product(_FEW_ROWS, _FEW_TOKENS):
+        size = num_rows - 1 + longest
+        if num_rows <= limits.max_num_rows and size <= max_num_tokens and longest <= max_model_len:
+            found |= {Shape(num_rows, size, longest, length, False): None for length in {longest, max_model_len}}
+    largest_first = sorted(found, key=lambda shape: -shape.num_tokens)
+    return [shape for shape in largest_first if decodes or shape.max_query_len > 1]
 
 
 def _row_counts(num_tokens: int, most: int, longest: int) -> Iterator[int]:

@@ -16,10 +16,10 @@ import torch
 
 from octavo.device.batch import StepShape
 from octavo.layers.expert_recorder import ExpertRecorder
+from octavo.ops.copying import to_device
 from octavo.plan import NO_INTS, IntArray, RoutedExperts, StepResult
 from octavo.sampling.grammar import HELD
 from octavo.sampling.logprobs import GroupLogprobs, to_prompt_logprobs, to_token_logprobs
-from octavo.sampling.rows import to_device
 from octavo.sampling.sampler import FAILURES
 from octavo.sampling.support import Supports, to_ids
 
