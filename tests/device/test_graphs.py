@@ -183,6 +183,32 @@ def test_rows_that_decode_again_are_laid_out_as_from_the_start() -> None:
     assert 20 < num_kept < 180
 
 
+def test_rows_that_verify_again_are_laid_out_as_from_the_start() -> None:
+    """Steps of the same arrays and of others, some of whose rows are at the end of their prompts once more."""
+    rng = np.random.default_rng(7)
+    limits = StepLimits(max_num_rows=4, max_num_tokens=99, max_model_len=999, max_num_drafts=3)
+    tables = [RequestTable(limits, device=torch.device("cpu")) for _ in range(2)]
+    for table in tables:
+        table.prefill_len_np[:] = [5, 20, 9, 3]
+    lay_out, num_kept, last = BatchOrder(tables[0]), 0, work([1])
+    arrays = np.arange(4), np.full(4, 4), np.full(4, 3)
+    for number in range(200):
+        if rng.integers(3) == 0:
+            drafts = np.full(4, 3) if rng.integers(2) else rng.integers(0, 4, 4)
+            arrays = rng.permutation(4), drafts + 1, drafts
+        rows, num_tokens, num_drafts = arrays
+        computed = tables[0].prefill_len_np[rows] + rng.integers(-1 if rng.integers(8) == 0 else 0, 50, 4)
+        plan = StepPlan(step=number, rows=rows, num_tokens=num_tokens, num_drafts=num_drafts, computed=computed)
+        step, fresh = lay_out(plan), BatchOrder(tables[1])(plan)
+        for field in dataclasses.fields(StepShape):
+            assert np.array_equal(getattr(step, field.name), getattr(fresh, field.name)), field.name
+        assert np.array_equal(tables[0].num_computed_upper, tables[1].num_computed_upper)
+        assert step.num_logit_tokens == 4 + num_drafts.sum() and step.max_logits_per_row == 1 + num_drafts.max()
+        num_kept += step.query_start is last.query_start
+        last = step
+    assert 20 < num_kept < 180
+
+
 @pytest.mark.parametrize(("kinds", "num"), [("a", 1), ("aaaa", 2), ("baaa", 2), ("aaabaaab", 4), ("aab", 3)])
 def test_a_rehearsal_goes_through_a_layer_of_each_kind_behind_the_first_and_the_last(kinds: str, num: int) -> None:
     assert num_unlike(list(kinds)) == num

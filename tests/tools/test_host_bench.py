@@ -19,4 +19,7 @@ def test_every_scenario_runs(
     monkeypatch.setattr(sys, "argv", ["host.py", "--requests", "3", "--steps", "2", *drafts])
     runpy.run_path(str(BENCH / "host.py"), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[:-1]] == ["steady", "growing", "aligned", "streamed", "churning"]
+    scenarios = ["steady", "growing", "aligned", "streamed", "churning"]
+    names = [name for name in scenarios for _ in range(2 if drafts else 1)]  # plain steps beside those with drafts
+    assert [line.split()[0] for line in lines[:-1]] == names
+    assert sum("of plain" in line for line in lines[:-1]) == len(names) - len(scenarios)

@@ -9,6 +9,7 @@ host maxima are bounds on what the device holds; padding names the null row, the
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,12 +66,12 @@ class StepShape:
     @property
     def num_logit_tokens(self) -> int:
         """L of LogitTokens."""
-        return self.num_rows + int(self.num_drafts.sum())
+        return self.total_tokens if self.verifies else self.num_rows + int(self.num_drafts.sum())
 
     @property
     def max_logits_per_row(self) -> int:
         """The most tokens of a row that give logits."""
-        return 1 + int(self.num_drafts.max(initial=0))
+        return self.max_query_len if self.verifies else 1 + int(self.num_drafts.max(initial=0))
 
     def without_drafts(self) -> StepShape:
         """The same of a step with drafts, less these."""
@@ -129,33 +130,74 @@ class Batch(StepInputs):
 
 
 class BatchOrder:
-    """Puts the rows of plans in order. Knows the last step: rows that all decode again cost a comparison."""
+    """Puts the rows of plans in order. Knows the last step: rows that all go on as in it cost a comparison."""
 
     def __init__(self, requests: RequestTable) -> None:
         """`requests`: whose tokens are counted as issued."""
         self._requests = requests
-        self._last: StepShape | None = None  # if it was a decode step
-        self._last_rows, self._last_counts = NO_INTS, NO_INTS  # of its plan
+        self._last: StepShape | None = None  # if every row computed its last token in it, and drafts or none
+        self._last_plan = StepPlan(step=-1)
+        self._prefill_len: IntArray = NO_INTS  # of its rows
 
     def __call__(self, plan: StepPlan) -> StepShape:
         """The order of a plan's rows, and what follows from it on the host. Counts the step's tokens as issued.
 
-        Rows that decode as in the last step keep that step's arrays, but for their lengths, which drafts leave unknown.
+        Rows that decode as in the last step, or verify as many drafts, keep that step's arrays, but for their lengths.
         """
-        rows, counts = plan.rows, plan.num_tokens
-        if (
-            self._last is not None
-            and not plan.new_rows
-            and not len(plan.computed)
-            and (rows is self._last_rows or np.array_equal(rows, self._last_rows))
-            and (counts is self._last_counts or np.array_equal(counts, self._last_counts))
-        ):
-            work = _next(self._last)
-        else:
+        work, last = None, self._last
+        if last is not None and not plan.new_rows:
+            work = self._verify_again(plan, last) if len(plan.computed) else self._decode_again(plan, last)
+        if work is None:
             work = _lay_out(plan, self._requests)
-        self._last, self._last_rows, self._last_counts = work if work.is_decode else None, rows, counts
+            self._prefill_len = self._requests.prefill_len_np[work.rows] if work.verifies else NO_INTS
+        self._last, self._last_plan = work if work.is_decode or work.verifies else None, plan
         self._requests.num_computed_upper[work.rows] = work.seq_lens
         return work
+
+    def _decode_again(self, plan: StepPlan, last: StepShape) -> StepShape | None:
+        """The decode step after `last`, of the same rows; None: it is another one."""
+        before = self._last_plan
+        if not last.is_decode or len(plan.num_drafts):
+            return None
+        if plan.rows is not before.rows and not np.array_equal(plan.rows, before.rows):
+            return None
+        if plan.num_tokens is not before.num_tokens and not np.array_equal(plan.num_tokens, before.num_tokens):
+            return None
+        return StepShape(
+            rows=last.rows,
+            num_tokens=last.num_tokens,
+            query_start=last.query_start,
+            seq_lens=last.seq_lens + 1,
+            max_query_len=1,
+            max_seq_len=last.max_seq_len + 1,
+            sampling=last.sampling,
+            is_decode=True,
+            num_drafts=NO_INTS,
+        )
+
+    def _verify_again(self, plan: StepPlan, last: StepShape) -> StepShape | None:
+        """The step after `last`, of a plan with the very same arrays of rows, tokens and drafts; None: another one.
+
+        So is one with a row that was held before it had any output: it computes the end of its prompt.
+        """
+        is_like = plan.num_tokens is last.num_tokens and plan.num_drafts is last.num_drafts
+        if not last.verifies or plan.rows is not last.rows or not is_like:
+            return None
+        if (plan.computed < self._prefill_len).any():
+            return None
+        seq_lens = plan.computed + plan.num_tokens
+        return StepShape(
+            rows=last.rows,
+            num_tokens=last.num_tokens,
+            query_start=last.query_start,
+            seq_lens=seq_lens,
+            max_query_len=last.max_query_len,
+            max_seq_len=int(seq_lens.max()),
+            sampling=last.sampling,
+            is_decode=False,
+            verifies=True,
+            num_drafts=last.num_drafts,
+        )
 
     def take_back(self, rows: IntArray) -> None:
         """See RequestTable.take_back."""
@@ -163,27 +205,12 @@ class BatchOrder:
         self._requests.take_back(rows)
 
 
-def _next(last: StepShape) -> StepShape:
-    """The decode step after `last`, of the same rows."""
-    return StepShape(
-        rows=last.rows,
-        num_tokens=last.num_tokens,
-        query_start=last.query_start,
-        seq_lens=last.seq_lens + 1,
-        max_query_len=1,
-        max_seq_len=last.max_seq_len + 1,
-        sampling=last.sampling,
-        is_decode=True,
-        num_drafts=NO_INTS,
-    )
-
-
 def _lay_out(plan: StepPlan, requests: RequestTable) -> StepShape:
     rows, num_tokens, num_drafts = plan.rows, plan.num_tokens, plan.num_drafts
     if len(plan.computed):
         requests.num_computed_upper[rows] = plan.computed
     max_query_len = int(num_tokens.max())
-    if max_query_len > 1:
+    if max_query_len > 1 and num_tokens.min() < max_query_len:
         order = num_tokens.argsort(kind="stable")
         rows, num_tokens = rows[order], num_tokens[order]
         num_drafts = num_drafts[order] if len(num_drafts) else num_drafts
@@ -261,6 +288,7 @@ class InputBuffers:
         self._logit_positions = torch.zeros(max_num_rows * width, dtype=torch.int64, device=device)
         if max_num_drafts:
             self._staged += self.num_drafts, self._logit_rows
+        self._viewed: tuple[tuple[int, ...], dict[str, Any]] = (), {}  # sizes of the last view, and its tensors
         self._decode_rows = NO_INTS  # what the staged tensors hold, if a decode step is all they hold
         self._decode_width = 0
         self._verified: tuple[StepShape, int, int] | None = None  # the last step, if all of its rows verified drafts
@@ -309,8 +337,10 @@ class InputBuffers:
         last, self._verified = self._verified, (work, num_rows, num_logits) if work.verifies else None
         if last is None or self._verified is None or last[1:] != self._verified[1:]:
             return False
-        same_rows = np.array_equal(last[0].rows, work.rows)
-        return same_rows and np.array_equal(last[0].num_drafts, work.num_drafts)
+        before = last[0]
+        if before.rows is work.rows and before.num_drafts is work.num_drafts:  # see BatchOrder
+            return True
+        return np.array_equal(before.rows, work.rows) and np.array_equal(before.num_drafts, work.num_drafts)
 
     def _stage_drafts(self, work: StepShape, num_rows: int, num_logits: int) -> None:
         """Which tokens give logits, and which of these are sampled from, where a row has several."""
@@ -380,23 +410,27 @@ class InputBuffers:
         num_logits, max_logits = (
             (num_rows, 1) if drafts is None else (drafts.num_logit_tokens, drafts.max_logits_per_row)
         )
+        sizes = num_rows, num_tokens, num_logits, max_logits, every
+        if sizes != self._viewed[0]:
+            self._viewed = sizes, self._views(*sizes)
+        return Batch(max_query_len=max_query_len, max_seq_len=max_seq_len, max_long=max_long, **self._viewed[1])
+
+    def _views(self, num_rows: int, num_tokens: int, num_logits: int, max_logits: int, every: bool) -> dict[str, Any]:
+        """The tensors of `view`."""
         logit_tokens = None
         if num_logits < num_tokens and not every:
             logit_tokens = self._logit_tokens(num_rows, num_logits, max_logits)
-        return Batch(
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-            max_long=max_long,
-            rows=self.rows.data[0, :num_rows],
-            input_ids=self.input_ids[:num_tokens],
-            positions=self.positions[:num_tokens],
-            query_start=self.query_start.data[0, : num_rows + 1],
-            seq_lens=self.seq_lens[:num_rows],
-            next_positions=self.next_positions[:num_rows],
-            turn=self.turn,
-            results=self.results,
-            counts=self.counts,
-            slot_mapping=[slots[:num_tokens] for slots in self.slot_mapping],
-            block_tables=[table[:num_rows] for table in self.block_tables],
-            logit_tokens=logit_tokens,
-        )
+        return {
+            "rows": self.rows.data[0, :num_rows],
+            "input_ids": self.input_ids[:num_tokens],
+            "positions": self.positions[:num_tokens],
+            "query_start": self.query_start.data[0, : num_rows + 1],
+            "seq_lens": self.seq_lens[:num_rows],
+            "next_positions": self.next_positions[:num_rows],
+            "turn": self.turn,
+            "results": self.results,
+            "counts": self.counts,
+            "slot_mapping": [slots[:num_tokens] for slots in self.slot_mapping],
+            "block_tables": [table[:num_rows] for table in self.block_tables],
+            "logit_tokens": logit_tokens,
+        }

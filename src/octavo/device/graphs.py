@@ -51,6 +51,7 @@ class GraphKey:
 EAGER = GraphKey(0, 0, is_decode=False)
 Issue = Callable[[GraphKey], torch.Tensor]
 _SIZE = operator.attrgetter("num_tokens", "num_rows", "max_seq_len")  # compared faster than the keys themselves
+_TOKENS = operator.attrgetter("num_tokens")
 _LONG_TOKENS, _FEWEST_LONG = 64, 8  # of a row of several tokens, on average, in a bounded mixed graph
 
 
@@ -214,9 +215,9 @@ class GraphPool:
         return EAGER
 
     def _dispatch_verification(self, work: StepShape, *, whole: bool) -> GraphKey:
-        for key in self._verify:
-            holds = work.total_tokens <= key.num_tokens and work.num_rows <= key.num_rows
-            if holds and work.max_logits_per_row <= 1 + key.num_drafts and key.is_decode == whole:
+        num_tokens, num_rows, num_drafts = work.total_tokens, work.num_rows, work.max_logits_per_row - 1
+        for key in self._verify[bisect.bisect_left(self._verify, num_tokens, key=_TOKENS) :]:
+            if num_rows <= key.num_rows and num_drafts <= key.num_drafts and key.is_decode == whole:
                 return key
         return EAGER
 

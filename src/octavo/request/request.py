@@ -42,8 +42,8 @@ class FinishReason(enum.StrEnum):
     REPETITION = "repetition"  # SamplingParams.repetition_detection saw a loop
 
 
-NUM_RECENT = 128  # tokens that a row keeps at most before its request has to take them
-_EARLIER = 64  # by less than this many some rows take them earlier than others: rows that began together, one by one
+NUM_RECENT = 512  # tokens that a row keeps at most before its request has to take them
+_EARLIER = 256  # by less than this many some rows take them earlier than others: rows that began together, one by one
 
 
 class RequestRows:
@@ -51,20 +51,24 @@ class RequestRows:
 
     __slots__ = (
         "_numbers",
+        "_runs",
+        "cells",
         "check_at",
+        "first_cell",
         "max_len",
+        "max_new",
         "needs_update",
         "num_computed",
         "num_entered",
         "num_known",
         "num_reserved",
         "num_tokens",
-        "recent_tokens",
     )
 
-    def __init__(self, num_rows: int) -> None:
-        """Arrays of [num_rows]."""
-        self._numbers = np.zeros((7, num_rows), np.int64)
+    def __init__(self, num_rows: int, max_new: int = 1) -> None:
+        """Arrays of [num_rows]. max_new: tokens that a row may be given at once."""
+        assert max_new <= NUM_RECENT - _EARLIER, f"a row keeps {NUM_RECENT} tokens: {max_new} at once are too many"
+        self._numbers = np.zeros((8, num_rows), np.int64)
         self.num_tokens = self._numbers[0]
         self.num_known = self._numbers[1]  # num_tokens, and those in flight
         self.num_computed = self._numbers[2]
@@ -72,23 +76,35 @@ class RequestRows:
         self.check_at = self._numbers[4]  # num_tokens from which a new token needs a look at its request
         self.num_entered = self._numbers[5]  # num_tokens at the row's beginning
         self.num_reserved = self._numbers[6]  # tokens that its blocks have room for, or fewer; of drafts alone
+        self.first_cell = self._numbers[7]  # token p, if it is new, is in cell first_cell + p
         self.needs_update = np.zeros(num_rows, np.bool_)  # every new token needs one
-        self.recent_tokens = np.zeros((num_rows, NUM_RECENT), "<i4")  # token p, if it is new, in column p % NUM_RECENT
+        self.cells = np.zeros(num_rows * NUM_RECENT, "<i4")  # NUM_RECENT for each row; behind its tokens is anything
+        self.max_new = max_new
+        # [c]: the cells from c on, as many as a run has; they overlap
+        self._runs = np.lib.stride_tricks.as_strided(
+            self.cells, (max(len(self.cells) - max_new + 1, 0), max_new), self.cells.strides * 2
+        )
+
+    def advance(self, counts: IntArray | int) -> None:
+        """Count so many tokens of each row, [num_rows], as computed, and as many more as known: those in flight."""
+        self._numbers[1:3] += counts
 
     def append(self, rows: IntArray, tokens: IntArray) -> IntArray:
         """One more token each for `rows`, [S] both. Returns the new `num_tokens` of each."""
         lengths = self.num_tokens[rows]
-        self.recent_tokens[rows, lengths % NUM_RECENT] = tokens
+        self.cells[self.first_cell[rows] + lengths] = tokens
         lengths += 1
         self.num_tokens[rows] = lengths
         return lengths
 
     def append_runs(self, rows: IntArray, tokens: IntArray, counts: IntArray) -> None:
-        """The first counts[i] of tokens[i] ([S, W]) for rows[i], each once."""
-        lengths, places = self.num_tokens[rows], np.arange(tokens.shape[1])
-        cells = (lengths[:, None] + places) % NUM_RECENT + rows[:, None] * NUM_RECENT
-        counted = places < counts[:, None]
-        self.recent_tokens.reshape(-1)[cells[counted]] = tokens[counted]
+        """The first counts[i] of tokens[i] ([S, at most max_new]) for rows[i], each once.
+
+        All of tokens[i] is written: what does not count is behind the row's tokens.
+        """
+        lengths, width = self.num_tokens[rows], tokens.shape[1]
+        cells = self._runs if width == self.max_new else self._runs[:, :width]
+        cells[self.first_cell[rows] + lengths] = tokens
         self.num_tokens[rows] = lengths + counts
 
     def clear(self, row: int) -> None:
@@ -196,7 +212,7 @@ class Request:
         rows.num_computed[row] = self._num_computed
         rows.max_len[row] = self.num_prompt + self.max_tokens
         self._rows, self.row = rows, row
-        self._note_fetched()
+        self._begin_line()
 
     def leave(self) -> None:
         """Run no longer."""
@@ -212,7 +228,7 @@ class Request:
         self.tokens.append(token)
         if self.row >= 0:
             self._rows.num_tokens[self.row] += 1
-            self._note_fetched()
+            self._begin_line()
         self.num_in_flight = in_flight
 
     @property
@@ -275,9 +291,10 @@ class Request:
 
     def packed(self, start: int, end: int) -> bytes:
         """Known tokens start .. end - 1 as 32-bit words, little-endian."""
-        first = start % NUM_RECENT
-        if self.row >= 0 and start >= len(self._tokens) and first + end - start <= NUM_RECENT:
-            return self._rows.recent_tokens[self.row, first : first + end - start].tobytes()
+        if self.row >= 0:
+            first = self._rows.first_cell.item(self.row) + start
+            if first >= self.row * NUM_RECENT:
+                return self._rows.cells[first : first + end - start].tobytes()
         return np.array(self.tokens[start:end], "<i4").tobytes()
 
     @property
@@ -296,19 +313,17 @@ class Request:
         """Take the tokens that only the row has: it has room for more then."""
         if self.row >= 0:
             self._fetch()
+            self._begin_line()
 
     def _fetch(self) -> None:
         """Take the tokens that only the row has."""
         start, end = len(self._tokens), self._rows.num_tokens.item(self.row)
-        if start == end:
-            return
-        first, last, line = start % NUM_RECENT, end % NUM_RECENT, self._rows.recent_tokens[self.row]
-        if first < last:
-            self._tokens += line[first:last].tolist()
-        else:
-            self._tokens += line[first:].tolist() + line[:last].tolist()
-        self._note_fetched()
+        if start < end:
+            first = self._rows.first_cell.item(self.row)
+            self._tokens += self._rows.cells[first + start : first + end].tolist()
 
-    def _note_fetched(self) -> None:
-        room = NUM_RECENT - self.row % _EARLIER
-        self._rows.check_at[self.row] = min(self.check_from, len(self._tokens) + room)
+    def _begin_line(self) -> None:
+        """Let the row's next token be in its first cell."""
+        rows, row, num_tokens = self._rows, self.row, len(self._tokens)
+        rows.first_cell[row] = row * NUM_RECENT - num_tokens
+        rows.check_at[row] = min(self.check_from, num_tokens + NUM_RECENT - rows.max_new - row % _EARLIER)

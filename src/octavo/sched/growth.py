@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from octavo.plan import IntArray, NewBlocks
+from octavo.plan import NO_INTS, IntArray, NewBlocks
 from octavo.request.request import Request
 from octavo.sched.drafts import Drafting
 from octavo.sched.kv_manager import KVManager
@@ -40,20 +40,34 @@ class Growth:
 
         A decode inside a block needs none. Returns whether somebody was preempted: the last ones in order.
         """
-        starts, ahead = self._running.rows.num_computed[at], self._drafting.lookahead
+        starts = self._running.rows.num_computed[at]
         if self._drafting.most:
-            places = (starts + num_new + ahead > self._running.rows.num_reserved[at]).nonzero()[0]
+            places = self.reserve_runs(at, starts, num_new, work)
         else:
             places = ((starts % self._kv.block_size == 0) | (num_new > 1)).nonzero()[0]
+            if len(places) and num_new[places].max() == 1:
+                own, at_first = at[places], starts[places]
+                places = NO_INTS if self.extend(own, at_first, at_first + 1, work) else places
         if not len(places):
-            return False
-        ends = np.minimum(starts + num_new + ahead, self._max_model_len)[places]
-        if (self._drafting.most or num_new[places].max() == 1) and self.extend(at[places], starts[places], ends, work):
-            if self._drafting.most:
-                self._running.rows.num_reserved[at[places]] = -(-ends // self._kv.block_size) * self._kv.block_size
             return False
         self._grow_each(at, num_new, places.tolist(), work)
         return bool(work.victims)
+
+    def reserve_runs(self, at: IntArray, starts: IntArray, num_new: IntArray, work: PlanBuilder) -> IntArray:
+        """`grow` where rows may verify drafts; starts: [N], what each has computed.
+
+        Returns those that lack blocks, by their places in `at`, if it takes a look at each: nothing is done then.
+        """
+        reserved, size = self._running.rows.num_reserved, self._kv.block_size
+        ends = starts + (num_new + self._drafting.lookahead)
+        places = (ends > reserved[at]).nonzero()[0]
+        if not len(places):
+            return NO_INTS
+        rows, ends = at[places], np.minimum(ends[places], self._max_model_len)
+        if not self.extend(rows, starts[places], ends, work):
+            return places
+        reserved[rows] = -(-ends // size) * size
+        return NO_INTS
 
     def extend(self, rows: IntArray, starts: IntArray, ends: IntArray, work: PlanBuilder) -> bool:
         """A block for each of `rows`, which go from `starts` to `ends`; False, and nothing is done: see KVManager."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from octavo.plan import NO_EXPERTS, NO_PROMPT_LOGPROBS, IntArray, StepResult
+from octavo.plan import NO_EXPERTS, NO_INTS, NO_PROMPT_LOGPROBS, IntArray, StepResult
 from octavo.request.request import Request, Status
 from octavo.request.updates import RequestUpdate
 from octavo.sched.running import Running
@@ -75,31 +75,35 @@ class Results:
             self._check_stop(rows[places].tolist(), tokens[places].tolist(), result, updates)
         needs_update = self._running.rows.needs_update[rows].nonzero()[0]
         if len(needs_update):
-            in_full = bool(result.logprobs or result.prompt_logprobs or result.supports or result.experts)
-            for row, token in zip(rows[needs_update].tolist(), tokens[needs_update].tolist(), strict=True):
-                request = self._running.owners[row]
-                if in_full or request.coalesce_updates or not request.num_reported:
-                    self.emit(request, row, result, updates)
-                else:
-                    request.num_reported += 1
-                    updates.append(RequestUpdate(request.request_id, [token]))
+            new = [[token] for token in tokens[needs_update].tolist()]
+            self._tell(rows[needs_update].tolist(), new, result, updates)
+
+    def _tell(
+        self, rows: list[int], new: Sequence[list[int]], result: StepResult, updates: list[RequestUpdate]
+    ) -> None:
+        """To each of `rows`, of which every token is told: its new ones."""
+        in_full = bool(result.logprobs or result.prompt_logprobs or result.supports or result.experts)
+        for row, tokens in zip(rows, new, strict=True):
+            request = self._running.owners[row]
+            if in_full or request.coalesce_updates or not request.num_reported:
+                self.emit(request, row, result, updates)
+            else:
+                request.num_reported += len(tokens)
+                updates.append(RequestUpdate(request.request_id, tokens))
 
     def _take_runs(
         self, rows: IntArray, tokens: IntArray, counts: IntArray, result: StepResult, updates: list[RequestUpdate]
     ) -> None:
         """The first counts[i] of tokens[i] for each of `rows`, all of which run, as far as none ends its request."""
         table, ended = self._running.rows, dict[int, Request]()
-        counted = np.arange(tokens.shape[1]) < counts[:, None]
-        may_end = self._running.may_end.take(tokens, mode="clip") & counted
-        looked_at = np.logical_or.reduce(may_end, axis=1)
-        lengths = table.num_tokens[rows] + counts
-        full = (lengths >= table.check_at[rows]).nonzero()[0]
-        for row in rows[full].tolist():
-            self._running.owners[row].make_room()  # which is all that most need
-        looked_at[full] |= lengths[full] >= table.check_at[rows[full]]
-        usual = ~looked_at
-        table.append_runs(rows[usual], tokens[usual], counts[usual])
-        for line in looked_at.nonzero()[0].tolist():
+        looked_at = self._may_end_in(rows, tokens, counts)
+        if len(looked_at):
+            usual = np.ones(len(rows), np.bool_)
+            usual[looked_at] = False
+            table.append_runs(rows[usual], tokens[usual], counts[usual])
+        else:
+            table.append_runs(rows, tokens, counts)
+        for line in looked_at.tolist():
             request = self._running.owners[rows.item(line)]
             if self._ends_in(request, rows[line : line + 1], tokens[line : line + 1], counts.item(line)):
                 ended[request.row] = request
@@ -107,10 +111,30 @@ class Results:
             self._end(list(ended.values()))
             for row, request in ended.items():
                 self.emit(request, row, result, updates)
-        for line in (self._running.rows.needs_update[rows] & (counts > 0)).nonzero()[0].tolist():
-            row = rows.item(line)
-            if row not in ended:
-                self.emit(self._running.owners[row], row, result, updates)
+        needs_update = table.needs_update[rows].nonzero()[0]  # of those that ended no more
+        if len(needs_update):
+            lines = zip(tokens[needs_update].tolist(), counts[needs_update].tolist(), strict=True)
+            new = [tokens[:count] for tokens, count in lines]
+            own = rows[needs_update].tolist()
+            if not all(new):  # some row was held
+                own, new = [row for row, tokens in zip(own, new, strict=True) if tokens], [*filter(None, new)]
+            self._tell(own, new, result, updates)
+
+    def _may_end_in(self, rows: IntArray, tokens: IntArray, counts: IntArray) -> IntArray:
+        """The lines whose requests may end with one of their tokens, see `_take_runs`. Makes room for all others."""
+        table, found = self._running.rows, NO_INTS
+        may_end = self._running.may_end.take(tokens, mode="clip")
+        if may_end.any():
+            may_end &= np.arange(tokens.shape[1]) < counts[:, None]
+            found = np.logical_or.reduce(may_end, axis=1).nonzero()[0]
+        lengths = table.num_tokens[rows] + counts
+        full = (lengths >= table.check_at[rows]).nonzero()[0]
+        if not len(full):
+            return found
+        for row in rows[full].tolist():
+            self._running.owners[row].make_room()  # which is all that most need
+        full = full[lengths[full] >= table.check_at[rows[full]]]
+        return np.union1d(found, full) if len(full) else found
 
     def _ends_in(self, request: Request, row: IntArray, tokens: IntArray, count: int) -> bool:
         """Whether `request` ends with one of the first `count` of its `tokens`, [1, W]; takes those up to it."""
@@ -119,8 +143,8 @@ class Results:
             length = self._running.rows.append(row, tokens[:, place])
             if token not in request.end_token_ids and length < self._running.rows.check_at[row]:
                 continue
-            known = request.tokens  # takes what only the row had
-            if (token in request.end_token_ids or len(known) >= request.check_from) and ends(request, token):
+            request.make_room()
+            if (token in request.end_token_ids or request.num_tokens >= request.check_from) and ends(request, token):
                 num_left = request.num_in_flight - (count - place - 1)
                 # accepted drafts behind it are nobody's
                 request.num_computed = min(request.num_computed, request.num_tokens + num_left)
@@ -132,8 +156,8 @@ class Results:
         ended: dict[int, Request] = {}
         for row, token in zip(rows, tokens, strict=True):
             request = self._running.owners[row]
-            known = request.tokens  # takes what only the row had
-            if (token in request.end_token_ids or len(known) >= request.check_from) and ends(request, token):
+            request.make_room()
+            if (token in request.end_token_ids or request.num_tokens >= request.check_from) and ends(request, token):
                 ended[row] = request
         if ended:
             self._end(list(ended.values()))

@@ -23,10 +23,10 @@ _FEW = 4  # rows that leave faster one by one
 class Running:
     """Running requests and their rows."""
 
-    def __init__(self, num_rows: int, order: OrderOf) -> None:
-        """`order`: see order_of."""
+    def __init__(self, num_rows: int, order: OrderOf, max_new: int = 1) -> None:
+        """`order`: see order_of; max_new: see RequestRows."""
         self.requests: list[Request] = []
-        self.rows = RequestRows(num_rows)
+        self.rows = RequestRows(num_rows, max_new)
         self.owners: dict[int, Request] = {}  # row -> who runs there
         self.free_rows = list(reversed(range(num_rows)))
         self.finished_rows: list[int] = []  # since the last plan

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from octavo.kv_connector import NO_CONNECTOR, Connector, Later
-from octavo.plan import NO_INTS, StepLimits, StepPlan, StepResult
+from octavo.plan import NO_INTS, IntArray, StepLimits, StepPlan, StepResult
 from octavo.request.outputs import LOAD_FAILED
 from octavo.request.request import FinishReason, Request, Status
 from octavo.request.updates import RequestUpdate
@@ -77,7 +77,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.num_preemptions = self.num_scheduled_tokens = 0
         self._order = order_of(policy, priority_aging)
-        self._running = Running(limits.max_num_rows, self._order)
+        self._running = Running(limits.max_num_rows, self._order, 1 + limits.max_num_drafts)
         self._results = Results(self._running, self._end)
         self.drafting = Drafting(limits, kv, self._running.rows, cheap_tokens=cheap_tokens)
         self.running = self._running.requests
@@ -86,7 +86,8 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._step = 0
         self._outstanding: dict[int, Issued] = {}  # by step
-        self._num_repeats = 0  # steps to come in which each of them computes one token, if nothing changes
+        self._num_repeats = 0  # steps to come in which each of them computes as many tokens, if nothing changes
+        self._repeated = NO_INTS, NO_INTS, NO_INTS  # their tokens, these by row, and how many of them are drafts
         self._blocked: tuple[Request, int] | None = None  # did not fit with so many free blocks
         self.versions = Versions(self._requests, self._results, self._end)
         self.loads = Loads(kv, connector, load_timeout, clock, self._order, self._queue, limits.max_num_rows)
@@ -220,10 +221,12 @@ class Scheduler:
         if issued.dropped:
             result = without(result, issued.dropped)
         has_drafts = len(plan.num_drafts) > 0
+        has_held = not result.num_sampled.all()
+        if has_held:
+            self._num_repeats = 0
         if has_drafts:
             self.drafting.take_back_rejected(plan, result, issued.left)
-        elif not result.num_sampled.all():
-            self._num_repeats = 0
+        elif has_held:
             result = take_back(result, self._running.owners | issued.left)
         if result.failed or result.prompt_logprobs or result.experts:
             result = self._settle(result, issued, updates)
@@ -312,21 +315,38 @@ class Scheduler:
         rows.num_computed[at] += num_new
         rows.num_known[sampling] += 1
         work.budget -= total
-        if len(sampling) == len(self.running) == total > 0:
-            self._num_repeats = min(int((rows.max_len[at] - rows.num_known[at]).min()), self.drafting.repeats(total))
+        if len(sampling) == len(self.running) > 0:
+            self._num_repeats = self._count_repeats(at, num_new, total, drafts)
+
+    def _count_repeats(self, at: IntArray, num_new: IntArray, total: int, drafts: IntArray) -> int:
+        """How many steps to come may compute what this one does, in which all running requests sample."""
+        if total == len(at):
+            most, drafts = self.drafting.repeats(total), NO_INTS
+        else:
+            most = self.drafting.is_steady(drafts) << 30
+        if not most:
+            return 0
+        rows = self._running.rows
+        by_row = np.zeros_like(rows.num_known)
+        by_row[at] = num_new
+        self._repeated = num_new, by_row, drafts
+        return min(most, int((rows.max_len[at] - rows.num_known[at]).min()) // num_new.item(0))
 
     def _repeat(self, work: PlanBuilder) -> bool:
-        """One token for each running request. False, and nothing is done, where blocks for them take a closer look."""
-        rows, at = self._running.rows, self._running.at
+        """What each running request computed in the last step. False, and nothing is done: it takes a closer look."""
+        rows, at, (num_new, by_row, drafts) = self._running.rows, self._running.at, self._repeated
         starts = rows.num_computed[at]
-        places = (starts % self.kv.block_size == 0).nonzero()[0]
-        if len(places) and not self._growth.extend(at[places], starts[places], starts[places] + 1, work):
-            return False
-        work.rows, work.num_tokens, work.num_sampling = at, self._running.ones, len(at)
-        work.budget -= len(at)
-        starts += 1
-        rows.num_computed[at] = starts
-        rows.num_known[at] += 1
+        if len(drafts):
+            if not self.drafting.has_room(len(at)) or len(self._growth.reserve_runs(at, starts, num_new, work)):
+                return False
+            work.num_drafts, work.computed = drafts, starts
+        else:
+            places = (starts % self.kv.block_size == 0).nonzero()[0]
+            if len(places) and not self._growth.extend(at[places], starts[places], starts[places] + 1, work):
+                return False
+        work.rows, work.num_tokens, work.num_sampling = at, num_new, len(at)
+        work.budget -= len(at) * num_new.item(0)
+        rows.advance(by_row)
         return True
 
     def _schedule_waiting(self, work: PlanBuilder) -> None:

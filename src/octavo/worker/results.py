@@ -34,7 +34,12 @@ class Runs(NamedTuple):
 
     entries: IntArray  # [S], of the step
     counts: torch.Tensor  # [>= R] int64 on the host: how many of an entry's tokens count
-    num_samples: IntArray  # [S]: samples are in the order of rows, so many of each
+    num_drafts: IntArray  # [R], of the entries: a row has as many samples, and one more, in the order of rows
+
+    @property
+    def num_samples(self) -> IntArray:
+        """[S]."""
+        return 1 + self.num_drafts[self.entries]
 
 
 NO_RUNS = Runs(NO_INTS, torch.zeros(0, dtype=torch.int64), NO_INTS)
@@ -115,14 +120,11 @@ class PendingStep:
             self._event.synchronize()
         rows = self._rows
         if self._runs is NO_RUNS:
-            packed = self._packed.numpy()[:, :1]
-            reasons = packed[:, 0] >> _TOKEN_BITS
-            num_sampled = (reasons != HELD).astype(np.int64)
+            packed: IntArray = self._packed.numpy()[:, :1]
+            reasons: IntArray = packed[:, 0] >> _TOKEN_BITS
+            num_sampled: IntArray = (reasons != HELD).astype(np.int64)
         else:
-            packed = self._packed.numpy()[self._runs.entries]
-            num_sampled = self._runs.counts.numpy()[self._runs.entries]
-            last = packed[np.arange(len(packed)), num_sampled.clip(min=1) - 1]  # before it nothing failed
-            reasons = last >> _TOKEN_BITS
+            packed, num_sampled, reasons = self._take_runs()
         said = [(int(rows[place]), int(reasons[place])) for place in reasons.nonzero()[0]]
         failed = {row: FAILURES[reason] for row, reason in said if reason != HELD}
         tokens = packed & _TOKEN_MASK
@@ -146,6 +148,19 @@ class PendingStep:
             experts=_split(self._experts),
             failed=failed,
         )
+
+    def _take_runs(self) -> tuple[IntArray, IntArray, IntArray]:
+        """[S, W] what was drawn, [S] how many of a line count, and why the last of those failed; empty: none did."""
+        packed, num_sampled = self._packed.numpy(), self._runs.counts.numpy()
+        entries = self._runs.entries
+        if len(entries) == len(packed):  # all rows
+            num_sampled = num_sampled[: len(packed)].copy()
+        else:
+            packed, num_sampled = packed[entries], num_sampled[entries]
+        if packed.max(initial=0) <= _TOKEN_MASK:
+            return packed, num_sampled, NO_INTS
+        last = packed[np.arange(len(packed)), num_sampled.clip(min=1) - 1]  # before it nothing failed
+        return packed, num_sampled, last >> _TOKEN_BITS
 
     def _by_row(self, found: Mapping[int, _Told], num_sampled: IntArray) -> dict[int, list[_Told]]:
         """What is told of samples, by row, of the tokens that count."""

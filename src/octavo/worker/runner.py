@@ -234,20 +234,20 @@ class Runner:
             if scores:
                 prompt_logprobs = self._prompts.collect(work, hidden)
             drawn = self._sample(work, batch, hidden)
-        rows = work.rows if work.is_decode else work.rows[work.sampling]
+        rows = work.rows if len(work.sampling) == work.num_rows else work.rows[work.sampling]
         if key.is_decode and (told or self._drafter.is_on):
             batch = self._batch_of(key)
         if self._drafter.is_on:
             if not proposed:
                 self._drafter.propose(batch, self._sample_of(batch), plan.depth, work.seq_lens)
             self._sampler.proposed(self._requests.tensors.total_len, self._buffers.limits.max_num_drafts)
-        packed, runs = self._buffers.results[self._turn, : len(rows)], NO_RUNS
+        num_lines, runs = len(rows), NO_RUNS
         if work.has_drafts:
-            packed = self._buffers.results[self._turn, : work.num_rows]
-            runs = Runs(work.sampling, self._buffers.counts[self._turn], work.logits_per_row[work.sampling])
+            num_lines = work.num_rows
+            runs = Runs(work.sampling, self._buffers.counts[self._turn], work.num_drafts)
         return PendingStep(
             plan.step,
-            packed,
+            self._buffers.results[self._turn, :num_lines],
             rows,
             drawn.logprobs,
             prompt_logprobs,

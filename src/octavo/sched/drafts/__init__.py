@@ -36,10 +36,23 @@ class Drafting:
         """`limits`: the worker's. cheap_tokens: see Depth."""
         self.most, self.lookahead = limits.max_num_drafts, limits.num_lookahead
         self.depth = Depth(limits, cheap_tokens)
-        self.stats = DraftStats(accepted_per_position=[0] * self.most)
+        self._verified = np.zeros((self.most + 1, self.most + 2), np.int64)  # [drafts, tokens]: how often in a row
+        self._adapts = cheap_tokens > 0
         self._kv, self._rows = kv, rows
         self._ahead = self.most  # as many were proposed behind the last plan
         self._unsure = False  # drafts were planned since the worker was told what rows have computed
+
+    @property
+    def stats(self) -> DraftStats:
+        """The counters of now."""
+        judged = self._verified[1:, 1:]  # a row that waits for its form judged no draft
+        per_run = judged.sum(axis=0)  # [n]: runs of which n drafts were accepted
+        return DraftStats(
+            num_drafts=int(judged.sum()),
+            num_draft_tokens=int(judged.sum(axis=1) @ np.arange(1, self.most + 1)),
+            num_accepted_tokens=int(per_run @ np.arange(self.most + 1)),
+            accepted_per_position=per_run[:0:-1].cumsum()[::-1].tolist(),
+        )
 
     def figures(self) -> dict[str, Any]:
         """What SchedulerStats tells of drafts."""
@@ -49,6 +62,18 @@ class Drafting:
         """Steps to come in which nobody has drafts, if the same rows, so many, run: 0, or many."""
         return 0 if self.most and (self._unsure or self.depth.of_batch(num_rows)) else 1 << 30
 
+    def is_steady(self, drafts: IntArray) -> bool:
+        """Whether the same rows, all of which verify `drafts`, [N], will verify as many in the next step, if they can.
+
+        False where some row has none.
+        """
+        return not self._adapts and self._ahead > 0 and len(drafts) > 0 and bool((drafts == self._ahead).all())
+
+    def has_room(self, num_rows: int) -> bool:
+        """Whether enough blocks are free that drafts of so many rows make none of them wait."""
+        kv = self._kv
+        return kv.num_free_blocks >= num_rows * kv.num_groups * (2 + (self._ahead + self.lookahead) // kv.block_size)
+
     def count(self, at: IntArray, wanted: IntArray, room: int) -> IntArray:
         """[N]: drafts that each of the rows `at`, which compute `wanted` tokens in a step, verifies as well; in order.
 
@@ -57,10 +82,10 @@ class Drafting:
         """
         if not self._ahead:
             return np.zeros_like(wanted)
-        rows, kv = self._rows, self._kv
+        rows = self._rows
         known = rows.num_known[at]
         decodes = (wanted == 1) & (known > rows.num_entered[at])
-        if kv.num_free_blocks < len(at) * kv.num_groups * (2 + (self._ahead + self.lookahead) // kv.block_size):
+        if not self.has_room(len(at)):
             return np.zeros_like(wanted)
         counts = np.zeros_like(wanted)
         counts[decodes] = self.depth.of_rows(at[decodes], self._ahead, len(at))
@@ -91,38 +116,35 @@ class Drafting:
 
         left: by row, the requests that run there no longer.
         """
-        if np.array_equal(plan.rows, result.rows):
+        if plan.rows is result.rows or np.array_equal(plan.rows, result.rows):
             drafted = plan.num_drafts
         else:
             order = plan.rows.argsort()
             drafted = plan.num_drafts[order[plan.rows.searchsorted(result.rows, sorter=order)]]
         rejected = 1 + drafted - result.num_sampled
-        here = np.ones(len(result.rows), np.bool_)
+        rows, here = result.rows, None
         if left:
-            for place, row in enumerate(result.rows.tolist()):
+            here = np.ones(len(rows), np.bool_)
+            for place, row in enumerate(rows.tolist()):
                 request = left.get(row)
                 if request is not None:
                     here[place] = False
                     if request.status is not Status.FINISHED:
                         request.num_in_flight -= int(rejected[place])
-        rows, rejected = (result.rows[here], rejected[here]) if left else (result.rows, rejected)
+            rows, rejected = rows[here], rejected[here]
         self._rows.num_known[rows] -= rejected
         self._rows.num_computed[rows] -= rejected
-        self._learn(result, drafted, here)
+        shape = self._verified.shape
+        runs = np.bincount(drafted * shape[1] + result.num_sampled, minlength=self._verified.size)
+        self._verified += runs.reshape(shape)
+        if self._adapts:
+            self._learn(result, drafted, here)
 
-    def _learn(self, result: StepResult, drafted: IntArray, here: np.ndarray) -> None:
-        judged = (drafted > 0) & (result.num_sampled > 0)  # a row that waits for its form judged no draft
-        accepted = result.num_sampled[judged] - 1
-        own = drafted[judged]
-        stats = self.stats
-        stats.num_drafts += len(own)
-        stats.num_draft_tokens += int(own.sum())
-        stats.num_accepted_tokens += int(accepted.sum())
-        beyond = len(own) - np.bincount(accepted, minlength=self.most).cumsum()  # [i]: rows that accepted more than i
-        for place, count in enumerate(beyond[: self.most].tolist()):
-            stats.accepted_per_position[place] += count
-        running = here[judged]
-        self.depth.learn(result.rows[judged][running], own[running], accepted[running])
+    def _learn(self, result: StepResult, drafted: IntArray, here: np.ndarray | None) -> None:
+        judged = (drafted > 0) & (result.num_sampled > 0)
+        if here is not None:
+            judged &= here
+        self.depth.learn(result.rows[judged], drafted[judged], result.num_sampled[judged] - 1)
 
 
 def run_of(result: StepResult, row: int) -> list[int]:
