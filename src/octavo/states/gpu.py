@@ -28,7 +28,7 @@ _FEW = 16  # tokens of a row that are a short step
 # Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
 _ADVANCING = "advance"
 _MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _ADVANCING: (32, 8)}
-_DELTA_TILES = {"decode": (64, 4), "short": (64, 8), "long": (32, 4), _ADVANCING: (32, 8)}
+_DELTA_TILES = {"decode": (64, 4), "short": (64, 8), "long": (32, 8), _ADVANCING: (32, 8)}
 _MOST_STATES, _FEW_CHANNELS = 128, 32  # of float32: with more states, more channels do not fit a Hopper's shared memory
 _PARTS = 32  # programs of a row that advance states, which few rows do in a step
 _BLOCK_WARPS = 2

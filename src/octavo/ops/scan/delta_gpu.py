@@ -138,9 +138,12 @@ def substitute(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The chunk's updates [CHUNK, TILE], block after block of those at `begin`; blocks before `known` are there."""
+    """The chunk's updates [CHUNK, TILE], block after block of those at `begin`; blocks before `known` are there.
+
+    Unrolled: of a loop within the scan's, ptxas 12.8 leaves out what descriptors of shared memory begin with.
+    """
     place, first = tl.arange(0, CHUNK), begin // CHUNK * CHUNK
-    for stage in tl.range(ROWS // 16, disable_licm=True):
+    for stage in tl.static_range(ROWS // 16):
         rest = right - tl.dot(m, u_all, input_precision=PRECISION)
         u = tl.dot(t, rest, input_precision=PRECISION).to(u_all.dtype)
         if ROWS == CHUNK:
