@@ -97,6 +97,124 @@ def test_P_1_D_2_each_prompt_of_a_list_has_its_own_blocks(trio):
     assert "on offer already" not in logs and "did not end in time" not in logs
 
 
+IDS = [3 + (7 * index) % 200 for index in range(90)]
+DRAWN: dict[str, Any] = {"temperature": 0.8, "seed": 7, "max_tokens": 12, "logprobs": 2}
+THEIRS: dict[str, Any] = {"temperature": 0.8, "sampling_seed": 7, "max_new_tokens": 12}
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "a response": ("/v1/responses", {"input": PROMPT, "temperature": 0.8, "seed": 7, "max_output_tokens": 12}),
+    "of items": (
+        "/responses",
+        {"input": [{"role": "user", "content": PROMPT}], "instructions": "short", "temperature": 0, "min_tokens": 4},
+    ),
+    "ids": ("/inference/v1/generate", {"token_ids": IDS, "sampling_params": {**DRAWN, "min_tokens": 6}}),
+    "SGLang's ids": ("/generate", {"input_ids": IDS, "sampling_params": THEIRS, "return_logprob": True}),
+    "text": ("/generate", {"text": PROMPT, "sampling_params": {**THEIRS, "min_new_tokens": 3}}),
+    "texts": ("/generate", {"text": [f"{index}{PROMPT}" for index in range(3)], "sampling_params": [THEIRS] * 3}),
+    "a list of one": ("/generate", {"input_ids": [IDS], "sampling_params": THEIRS}),
+}
+VOLATILE = ("id", "request_id", "created", "created_at", "e2e_latency", "item_id", "usage", "cached_tokens")
+
+
+def lasting(value: Any) -> Any:
+    """What of an answer does not depend on when it was given, or where its blocks come from."""
+    if isinstance(value, dict):
+        return {name: lasting(own) for name, own in value.items() if name not in VOLATILE}
+    return [lasting(own) for own in value] if isinstance(value, list) else value
+
+
+def said_of(process: Process, path: str, body: dict[str, Any]) -> Any:
+    """A whole answer, or what there is of a stream at its end: its pieces depend on the pace."""
+    status, answer = process.ask("POST", path, body)
+    assert status == 200, answer
+    if not body.get("stream"):
+        return lasting(answer)
+    events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+    assert not any("error" in event and event["error"] for event in events)
+    if "responses" in path:
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        return lasting(events[-1]["response"])
+    assert answer.rstrip().endswith("[DONE]")
+    if path == "/generate":
+        return [lasting(last) for _, last in sorted({event.get("index", 0): event for event in events}.items())]
+    choices = [event["choices"][0] for event in events if event["choices"]]
+    logprobs = [entry for choice in choices for entry in choice["logprobs"]["content"]]
+    return [token for choice in choices for token in choice["token_ids"]], logprobs, choices[-1]["finish_reason"]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("name", BODIES)
+def test_D_2_every_route_that_generates_has_its_prompt_computed_before_and_one_servers_answer(trio, name, streams):
+    first, second, router = trio
+    path, body = BODIES[name]
+    body = {**body, "stream": streams}
+    assert first.ask("POST", "/reset_prefix_cache", {})[0] == second.ask("POST", "/reset_prefix_cache", {})[0] == 200
+    names = "vllm:prompt_tokens_total", "vllm:external_prefix_cache_hits_total"
+    before = first.metric(names[0]), second.metric(names[1])
+    routed = said_of(router, path, body)
+    assert first.metric(names[0]) > before[0], "a prefill server computed it"
+    assert second.metric(names[1]) >= before[1] + 64, "a decode server took its blocks"
+    assert routed == said_of(second, path, body)
+    settled(first, second)
+
+
+def test_P_every_route_that_generates_offers_and_fetches_by_kv_transfer_params(trio):
+    first, second, _ = trio
+    for number, (path, body) in enumerate(BODIES.values()):
+        wanted = {"do_remote_decode": True, "transfer_id": f"own {number}"}
+        answer = first.ask("POST", path, {**body, "kv_transfer_params": wanted})[1]
+        parts = answer if isinstance(answer, list) else [answer]
+        told = [part.get("meta_info", part)["kv_transfer_params"] for part in parts]
+        ids = [f"own {number}" + (f"-{place}" if place else "") for place in range(len(parts))]
+        assert [own["transfer_id"] for own in told] == ids
+        given = {**told[0], "prompts": told} if len(told) > 1 else told[0]
+        assert said_of(second, path, {**body, "kv_transfer_params": given}) == said_of(second, path, body)
+        settled(first, second)
+        status, wrong = second.ask("POST", path, {**body, "kv_transfer_params": {"remote_port": 0}})
+        assert status == 400 and wrong["error"]["param"] == "kv_transfer_params.remote_port"
+    nested = {"token_ids": IDS, "sampling_params": {"kv_transfer_params": {}}}
+    status, wrong = second.ask("POST", "/inference/v1/generate", nested)
+    assert status == 400 and "belongs beside sampling_params" in wrong["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/inference/v1/generate", {"token_ids": IDS, "sampling_params": {**DRAWN, "prompt_logprobs": 0}}),
+        ("/inference/v1/generate", {"token_ids": IDS, "sampling_params": {**DRAWN, "skip_reading_prefix_cache": True}}),
+        ("/generate", {"input_ids": IDS, "sampling_params": THEIRS, "return_logprob": True, "logprob_start_len": 0}),
+        ("/generate", {"input_ids": IDS, "sampling_params": {"max_new_tokens": 0}}),
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, "seed": 1, "skip_reading_prefix_cache": True}),
+    ],
+)
+def test_P_what_a_decode_server_computes_whole_goes_to_it_straight_on_every_route(trio, path, body):
+    first, second, router = trio
+    before = first.metric("vllm:prompt_tokens_total")
+    assert said_of(router, path, body) == said_of(second, path, body)
+    assert first.metric("vllm:prompt_tokens_total") == before
+    settled(first, second)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": [3]}),
+        ("/v1/responses", {}),
+        ("/inference/v1/generate", {"token_ids": IDS, "sampling_params": [1]}),
+        ("/inference/v1/generate", {"token_ids": "x"}),
+        ("/generate", {"text": PROMPT, "input_ids": IDS}),
+        ("/generate", {"text": PROMPT, "sampling_params": [THEIRS, {}]}),
+        ("/generate", {"text": PROMPT, "sampling_params": [3]}),
+        ("/generate", {"text": []}),
+        ("/generate", [1]),
+    ],
+)
+def test_what_is_wrong_with_a_body_of_any_route_the_decode_server_says(trio, path, body):
+    first, second, router = trio
+    alone, routed = second.ask("POST", path, body), router.ask("POST", path, body)
+    assert alone[0] == routed[0] == 400 and routed[1]["error"] == alone[1]["error"]
+    settled(first, second)
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

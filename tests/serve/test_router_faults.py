@@ -201,6 +201,53 @@ def test_D_8_a_stream_that_has_begun_ends_with_an_error_when_its_server_hangs_or
     assert "Traceback" not in router.log.read_text()
 
 
+def test_D_8_half_an_event_of_a_server_that_dies_is_not_passed_on(routed):
+    router, _, second = routed(num_decode=1)
+
+    def dies(handler: _Handler, body: dict[str, Any]) -> None:
+        handler.begin()
+        handler.say(EVENT + EVENT[:9])
+        handler.say(EVENT[9:] + EVENT[:20])
+        handler.break_off()
+
+    second[0].answer = dies
+    status, text = ask(router, "p", stream=True)
+    events = [json.loads(part.removeprefix("data: ")) for part in text.split("\n\n") if part]
+    assert status == 200 and [list(event) for event in events] == [["choices"], ["choices"], ["error"]]
+    assert events[-1]["error"]["code"] == "upstream_failed"
+
+
+FAILED = b'event: response.failed\ndata: {"type": "response.failed", "sequence_number": 0, "response": {}}\n\n'
+OPENED = b'event: response.created\ndata: {"type": "response.created", "sequence_number": 0}\n\n'
+
+
+def test_C_7_a_response_that_fails_before_its_first_word_is_computed_also_as_a_stream(routed):
+    router, (first,), (second,) = routed(num_decode=1)
+
+    def loses(handler: _Handler, body: dict[str, Any]) -> None:
+        handler.begin()
+        if "kv_transfer_params" not in body:
+            handler.say(OPENED)
+        elif body["input"] == "slowly":
+            handler.say(FAILED)
+            handler.say(LOST)
+        else:
+            handler.say(FAILED + LOST)
+        handler.say(b"")
+
+    second.answer = loses
+    for said in ("slowly", "at once"):
+        status, text = router.ask("POST", "/v1/responses", {"input": said, "stream": True, "max_output_tokens": 9})
+        assert status == 200 and text == OPENED.decode()
+    told_of(first, 2)
+    own = b'data: {"error": {"message": "no", "type": "invalid_request_error", "param": null, "code": "x"}}\n\n'
+    second.answer = lambda handler, body: (handler.begin(), handler.say(FAILED + own), handler.say(b""))[0]
+    status, text = router.ask("POST", "/v1/responses", {"input": "x", "stream": True})
+    assert status == 200 and text == (FAILED + own).decode(), "what is the request's fault is the client's to hear"
+    asked = [body for body in first.asked if body.get("input") == "at once"]
+    assert asked[0]["max_output_tokens"] == 1 and asked[0]["stream"] is False
+
+
 def test_D_4_who_takes_over_computes_what_another_may_have_fetched(routed):
     """And a server that is late with one request, and well, is not left alone for it."""
     router, _, second = routed("--timeout", "0.5")

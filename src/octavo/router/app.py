@@ -11,25 +11,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from octavo.router.bodies import FORMS, TRANSFER, Form, ids_of
 from octavo.router.exchange import Answer, ClientLeftError, Exchange, Receive, Refused, Scope, Send
 from octavo.router.http import Address, Response, UpstreamError, send
 from octavo.router.metrics import CONTENT_TYPE, RouterMetrics
 from octavo.router.pools import Pool, Upstream
 from octavo.router.settings import RouterConfig
-from octavo.router.transfers import Offer, Transfers, ids_asked_for, ids_of
+from octavo.router.transfers import Offer, Transfers
 
-ROUTES = ("/v1/completions", "/v1/chat/completions")  # whose bodies may say where blocks are
-# A decode server answers these alone, and generates by itself where they generate.
+# a decode server answers these alone
 _PASSED = (
-    "/v1/responses",
-    "/inference/v1/generate",
-    "/generate",
     "/v1/models",
     "/tokenize",
     "/detokenize",
@@ -38,7 +36,6 @@ _PASSED = (
     "/",
 )
 _MODELS = "/v1/models/"
-_AFFINITY_CHARS = 512  # of a prompt: what begins alike so far goes to one prefill server
 
 
 class Router:
@@ -76,9 +73,9 @@ class Router:
             await exchange.reply(200 if self.decode.is_well else 503, self._standing())
         elif path == "/metrics":
             await exchange.reply(200, self.metrics.render(), CONTENT_TYPE)
-        elif path in ROUTES and method == "POST":
-            await self._generate(exchange, self._both)
-        elif path in ROUTES or path in _PASSED or path.startswith(_MODELS):
+        elif path in FORMS and method == "POST":
+            await self._generate(exchange, functools.partial(self._both, FORMS[path]))
+        elif path in FORMS or path in _PASSED or path.startswith(_MODELS):
             await self._generate(exchange, self._pass_on)
         else:
             raise Refused(404, "not_found", f"the router has no {method} {exchange.path}")
@@ -109,53 +106,50 @@ class Router:
                 task.cancel()
             await asyncio.gather(gone, work, return_exceptions=True)
 
-    async def _both(self, exchange: Exchange, body: bytes) -> None:
+    async def _both(self, form: Form, exchange: Exchange, body: bytes) -> None:
         began = time.monotonic()
         try:
             given = json.loads(body)
         except (ValueError, RecursionError):
             given = None
-        if not isinstance(given, dict):  # a server says what is wrong with it
+        if not isinstance(given, dict) or not form.understands(given):  # a server says what is wrong with it
             await self._pass_on(exchange, body)
             return
-        offer = await self._prefill(exchange, given)
+        offer = await self._prefill(form, exchange, given)
         self.metrics.prefilled(time.monotonic() - began)
         if offer is None:
             await self._pass_on(exchange, json.dumps(given).encode())
             return
-        wanted = json.dumps({**given, "kv_transfer_params": offer.told}).encode()
+        wanted = json.dumps({**given, TRANSFER: offer.told}).encode()
         try:
             await self._pass_on(exchange, wanted, alone=given, offer=offer)
         finally:
             if not exchange.has_spoken:
                 self.transfers.settle(offer, exchange.headers)
 
-    async def _prefill(self, exchange: Exchange, given: dict[str, Any]) -> Offer | None:
+    async def _prefill(self, form: Form, exchange: Exchange, given: dict[str, Any]) -> Offer | None:
         """What a prefill server has on offer; None: the decode server computes the prompt."""
-        if given.get("kv_transfer_params") is not None or given.get("n") not in (None, 1):
+        if given.get(TRANSFER) is not None or not form.has_one_choice(given):
             return None
         if not self.decode.is_well:  # nobody would go on with it
             return None
-        if _needs_its_prompt(given):
+        if form.computes_whole(given):
             self.metrics.skipped_prefill()
             return None
-        first = {key: value for key, value in given.items() if key not in ("stream_options", "max_completion_tokens")}
-        first |= {"max_tokens": 1, "stream": False}
-        first.pop("min_tokens", None)
         tried: list[Upstream] = []
         while len(tried) <= self.config.retries:
-            server = self.prefill.choose(_affinity(given), tried)
+            server = self.prefill.choose(form.affinity(given), tried)
             if server is None:
                 break
-            first["kv_transfer_params"] = {"do_remote_decode": True, "transfer_id": str(uuid.uuid4())}
-            asked = Offer(server, ids_asked_for(first), {})
+            transfer_id = str(uuid.uuid4())
+            first, asked = form.first(given, transfer_id), Offer(server, form.transfer_ids(given, transfer_id), {})
             try:
                 with self.prefill.working(server):
                     response = await self._send(server, exchange, json.dumps(first).encode())
                     with contextlib.closing(response):
                         body = await response.body()
                 if response.status < 500:  # what is wrong with a request the decode server says, in full
-                    told = _told(json.loads(body)) if response.status == 200 else None
+                    told = form.told(json.loads(body)) if response.status == 200 else None
                     asked.is_settled = True
                     return None if told is None else Offer(server, ids_of(told), told)
                 raise UpstreamError(f"{server.address} answers {response.status}")
@@ -229,27 +223,9 @@ class Router:
         )
 
 
-def _told(answer: Any) -> dict[str, Any] | None:
-    """What an answer says of its blocks."""
-    told = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
-    return told if isinstance(told, dict) else None
-
-
-def _affinity(given: dict[str, Any]) -> bytes:
-    """What requests that begin alike share."""
-    said = given.get("messages") if "messages" in given else given.get("prompt")
-    return json.dumps(said, sort_keys=True)[:_AFFINITY_CHARS].encode()
-
-
 def _known(path: str) -> str:
     """A path as the tables have it, by the servers' rules: a slash at the end, or a missing /v1, is no matter."""
     if len(path) > 2 and path.endswith("/"):
         path = path[:-1]
     whole = f"/v1{path}"
-    return whole if whole in ROUTES or whole in _PASSED or whole.startswith(_MODELS) else path
-
-
-def _needs_its_prompt(given: dict[str, Any]) -> bool:
-    """Whether a decode server computes the whole prompt whatever is on offer, or asks its engine for nothing."""
-    echoes = given.get("echo") and given.get("logprobs") is not None and given.get("logprobs") is not False
-    return bool(echoes) or given.get("prompt_logprobs") is not None or given.get("max_tokens") == 0
+    return whole if whole in FORMS or whole in _PASSED or whole.startswith(_MODELS) else path

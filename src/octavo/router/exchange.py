@@ -21,6 +21,7 @@ _DROPPED = {b"host", b"content-length", b"connection", b"transfer-encoding", b"k
 _OWN = _DROPPED | {b"date", b"server"}  # of a reply: uvicorn says them
 _SERVERS_FAULTS = ("server_error", "unavailable_error", "timeout_error")  # types of errors
 _END = b"\n\n"
+_FAILED = b"event: response.failed"  # the first of two events by which a response fails
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -104,22 +105,26 @@ class Exchange:
             return None
         held = bytearray()
         async for piece in response.pieces():
-            if self.has_spoken:
-                await self._say(piece)
-                continue
             held += piece
+            if self.has_spoken:
+                await self._say_whole(held)
+                continue
             while held.startswith(b":") and _END in held:  # signs of life are no words
                 await self._begin(response.status, headers)
                 comment, _, held = held.partition(_END)
                 await self._say(bytes(comment) + _END)
             if _END not in held:
                 continue
-            if _is_failure(bytes(held.partition(_END)[0])):
+            first, _, rest = bytes(held).partition(_END)
+            if first.startswith(_FAILED):  # the event behind it says whose fault that is
+                if _END not in rest:
+                    continue
+                first = rest.partition(_END)[0]
+            if _is_failure(first):
                 return Answer(response.status, headers, bytes(held), is_stream=True)
             await self._begin(response.status, headers)
             self.has_spoken = True
-            await self._say(bytes(held))
-            held.clear()
+            await self._say_whole(held)
         await self._begin(response.status, headers)
         await self._end(bytes(held))
         return None
@@ -154,6 +159,14 @@ class Exchange:
     async def _say(self, data: bytes) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         await asyncio.sleep(0)  # a client that has left is noticed between two pieces
+
+    async def _say_whole(self, held: bytearray) -> None:
+        """Say the events that are whole: behind half of one nobody would understand that its server is gone."""
+        size = held.rfind(_END) + len(_END)
+        if size >= len(_END):
+            data = bytes(held[:size])
+            del held[:size]
+            await self._say(data)
 
     async def _end(self, data: bytes = b"") -> None:
         self._has_ended = True

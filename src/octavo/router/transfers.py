@@ -143,17 +143,3 @@ class Transfers:
 
 def _keys_of(headers: Headers) -> tuple[tuple[bytes, bytes], ...]:
     return tuple(pair for pair in headers if pair[0].lower() in _KEYS)
-
-
-def ids_of(told: dict[str, Any]) -> list[str]:
-    """The transfer ids in what an answer says of blocks."""
-    each = told.get("prompts")
-    told_of = [told, *(own for own in each if isinstance(own, dict))] if isinstance(each, list) else [told]
-    return [str(own["transfer_id"]) for own in told_of if own.get("transfer_id")]
-
-
-def ids_asked_for(first: dict[str, Any]) -> list[str]:
-    """Those under which a prefill server offers what a body asks it for."""
-    prompt, whole = first.get("prompt"), str(first["kv_transfer_params"]["transfer_id"])
-    is_list = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    return [f"{whole}-{place}" if place else whole for place in range(len(prompt) if prompt and is_list else 1)]

@@ -106,6 +106,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     priority: Any = 0
     cache_salt: Any = ""
     request_id: Any = None
+    kv_transfer_params: Any = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from octavo.request.outputs import CompletionOutput, RequestOutput
 from octavo.request.sampling_params import ParameterError, SamplingParams
@@ -28,6 +29,7 @@ from octavo.serve.api.generation import (
 )
 from octavo.serve.api.items import Event, Items
 from octavo.serve.api.protocol import ChatRequest, Parsed, ResponsesRequest, read
+from octavo.serve.api.transfers import each_transfer, with_transfer
 from octavo.serve.errors import ApiError, bad_request, renaming
 from octavo.serve.http.exchange import Exchange
 from octavo.serve.sandbox.grammar import client_names, from_response_format
@@ -74,11 +76,13 @@ async def create(state: ServeState, exchange: Exchange) -> None:
             prompt = await render_chat(state, messages, template_kwargs=None)
     tell_of_cut(state, parsed.warnings, "max_output_tokens", request.max_output_tokens, [prompt])
     run = make_run(exchange, "resp_", request, [prompt], params)
+    run.transfers = each_transfer(request.kv_transfer_params, 1)
     await send(state, exchange, run, _Reply(state, run, request, model, parsed.warnings), request)
 
 
 def _params(state: ServeState, parsed: Parsed[ResponsesRequest]) -> SamplingParams:
-    request, given = parsed.shape, dict(parsed.sampling)
+    request = parsed.shape
+    given = with_transfer(state, parsed.sampling, request.kv_transfer_params)
     if request.max_output_tokens is not None:
         given["max_tokens"] = request.max_output_tokens
     if request.top_logprobs not in (None, 0):
@@ -231,6 +235,8 @@ class _Reply:
             "truncation": "disabled",
             "usage": self._usage() if done else None,
         }
+        if done and (told := self._count.kv_transfer_params) is not UNSET:
+            response["kv_transfer_params"] = told
         return response | ({"warnings": self._warnings} if self._warnings else {})
 
     def _usage(self) -> dict[str, Any]:

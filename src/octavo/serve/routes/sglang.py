@@ -19,6 +19,7 @@ from octavo.serve.api.generation import Run, check_options, drive, make_params, 
 from octavo.serve.api.logprobs import finite
 from octavo.serve.api.origin import int32_of
 from octavo.serve.api.protocol import SAMPLING, read
+from octavo.serve.api.transfers import each_transfer, with_transfer
 from octavo.serve.errors import bad_request, renaming
 from octavo.serve.http.exchange import Exchange
 from octavo.serve.routes.tokens import END, refuse_not_kept, sampling_of
@@ -53,6 +54,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     priority: Any = 0
     request_id: Any = msgspec.field(default=None, name="rid")
     cache_salt: Any = msgspec.field(default="", name="extra_key")
+    kv_transfer_params: Any = None
 
 
 async def create(state: ServeState, exchange: Exchange) -> None:
@@ -84,6 +86,7 @@ async def create(state: ServeState, exchange: Exchange) -> None:
             prompts = await read_prompts(state, asked, kept=kept, is_answered=is_shown)
     many = isinstance(asked, list) and bool(asked) and isinstance(asked[0], str | list)
     run = make_run(exchange, "", request, prompts, params, only_prompts=not is_shown)
+    run.transfers = each_transfer(request.kv_transfer_params, len(prompts))
     answer = _Answer(state, run, request, is_list=many or params.n > 1, is_shown=is_shown)
     await send(state, exchange, run, answer, request)
 
@@ -114,6 +117,7 @@ def _params(
         found["logprobs"] = request.top_logprobs_num
         if type(request.logprob_start_len) is int and request.logprob_start_len >= 0:
             found["prompt_logprobs"] = request.top_logprobs_num
+    found = with_transfer(state, found, request.kv_transfer_params)
     return make_params(state, found, stream=request.stream, default_max_tokens=_DEFAULT_TOKENS)
 
 
@@ -153,6 +157,7 @@ class _Answer:
         for completion in output.outputs:
             place = index * self._run.params.n + completion.index
             self._said[place].add(completion, is_shown=self._is_shown)
+            self._said[place].transfer = output.kv_transfer_params or self._said[place].transfer
             self._said[place].num_cached = max(self._said[place].num_cached, output.num_cached_tokens or 0)
             if output.prompt_logprobs is not None:
                 self._said[index * self._run.params.n].scores = output.prompt_logprobs
@@ -172,6 +177,8 @@ class _Answer:
             "weight_version": said.spans[-1]["version"] if said.spans else None,
             "weight_versions": said.spans,
         }
+        if said.transfer is not None:
+            meta["kv_transfer_params"] = said.transfer
         if said.masks is not None:
             meta["output_token_sampling_mask"] = said.masks
             meta["output_token_sampling_mask_length"] = len(said.masks)
@@ -210,6 +217,7 @@ class _Said:
 
     def __init__(self) -> None:
         self.text, self.num_cached = "", 0
+        self.transfer: dict[str, Any] | None = None  # where the blocks of its prompt are on offer
         self.token_ids: list[int] = []
         self.logprobs: list[LogprobsDict | None] = []
         self.scores: Sequence[LogprobsDict | None] | None = None

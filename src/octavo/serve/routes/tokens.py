@@ -18,11 +18,13 @@ from octavo.frontend.frontend import Prompt
 from octavo.request.outputs import CompletionOutput, FlatLogprobs, LogprobsDict, RequestOutput
 from octavo.request.sampling_params import check_token_ids, num_kept
 from octavo.request.structured_outputs import read_structured_outputs
+from octavo.request.transfer_params import NAME as TRANSFER
 from octavo.serve.api.generation import Run, TokenCounter, check_options, drive, make_params, make_run, send
 from octavo.serve.api.logprobs import TokenTexts, chat_logprobs, finite
 from octavo.serve.api.origin import npy_of, spans_of
 from octavo.serve.api.protocol import SAMPLING, StreamOptions, read
 from octavo.serve.api.shapes import ChatLogprobs, Usage
+from octavo.serve.api.transfers import each_transfer, with_transfer
 from octavo.serve.errors import bad_request
 from octavo.serve.http.exchange import Exchange
 from octavo.serve.state import ServeState
@@ -33,7 +35,6 @@ NOT_KEPT = {
     "routed_experts": "replaying experts is not supported: they follow from the tokens, in bits",
     "return_hidden_states": "hidden states are not kept",
     "features": "this model takes tokens alone",
-    "kv_transfer_params": "is not allowed in a request",
     "lora_request": "adapters are not supported",
     "lora_path": "adapters are not supported",
 }
@@ -54,6 +55,7 @@ class TokensRequest(msgspec.Struct, kw_only=True):
     request_id: Any = None
     return_sampling_mask: bool = False  # as sampling parameters of these names
     return_routed_experts: bool = False
+    kv_transfer_params: Any = None
 
 
 class TokensChoice(msgspec.Struct, kw_only=True):
@@ -77,7 +79,7 @@ class Tokens(msgspec.Struct, kw_only=True):
     model: str
     choices: list[TokensChoice]
     prompt_logprobs: Any = None
-    kv_transfer_params: None = None
+    kv_transfer_params: dict[str, Any] | None = None
     usage: Usage | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
 
@@ -94,12 +96,14 @@ async def create(state: ServeState, exchange: Exchange) -> None:
         given["return_sampling_mask"] = True
     if request.return_routed_experts or state.engine.limits.experts[0]:  # an engine that keeps them says them here
         given.setdefault("return_routed_experts", True)
-    params = make_params(state, given | {"detokenize": False}, stream=request.stream, default_max_tokens=None)
+    given = with_transfer(state, given | {"detokenize": False}, request.kv_transfer_params)
+    params = make_params(state, given, stream=request.stream, default_max_tokens=None)
     state.check_ready()
     params = await state.check_structured(exchange, params)
     check_options(state, request, parsed.warnings)
     prompt = Prompt(check_token_ids(request.token_ids, state.engine.limits, num_kept(params, state.engine.limits)))
     run = make_run(exchange, "", request, [prompt], params)
+    run.transfers = each_transfer(request.kv_transfer_params, 1)
     await send(state, exchange, run, _Answer(state, run, request, model, parsed.warnings), request)
 
 
@@ -113,6 +117,9 @@ def refuse_not_kept(body: Mapping[str, Any]) -> None:
 def sampling_of(state: ServeState, given: Mapping[str, Any], warnings: list[str]) -> dict[str, Any]:
     """vLLM's sampling parameters as they are checked here. Raises ApiError or ParameterError."""
     refuse_not_kept(given)
+    if given.get(TRANSFER) is not None:
+        text = f"sampling_params.{TRANSFER}: belongs beside sampling_params"
+        raise bad_request("not_allowed", text, f"sampling_params.{TRANSFER}")
     found = {name: value for name, value in given.items() if value is not None and name not in _NO_EFFECT}
     unknown = [name for name in found if name not in SAMPLING | _OWN]
     if unknown:
@@ -178,6 +185,7 @@ class _Answer:
             model=self._model,
             choices=choices,
             prompt_logprobs=self._scores,
+            kv_transfer_params=self._count.kv_transfer_params or None,
             usage=self._count.usage() if at_end else UNSET,
             warnings=self._warnings,
         )
