@@ -101,11 +101,13 @@ class EngineCore:
         self.gate = pause.Gate()
         self._held: list[RequestUpdate] = []  # of steps that a pause has waited for; the next step tells them
         self._later: list[Request] = []  # that came while a pause waits for others
+        self._settling: list[Future[bytes]] = []  # who waits for the end of such a pause
         self.weights = WeightUpdates(self, self.gate, hold_timeout=session_timeout or HOLD_TIMEOUT)
         self._calls: dict[str, Callable[[bytes], bytes | Future[bytes]]] = {
             "reset_prefix_cache": _call(pause.ResetOrder, self._reset),
             "standing": lambda _: msgspec.msgpack.encode(self.standing()),
             "pause": _call(pause.PauseOrder, self._pause),
+            "settled": lambda _: self._settled(),
             "resume": lambda _: msgspec.msgpack.encode(self._resume()),
             "check_sleep": _call(pause.SleepOrder, self._check_sleep),
             "sleep": _call(pause.SleepOrder, self._sleep),
@@ -170,7 +172,8 @@ class EngineCore:
 
         Arguments and results are msgpack: orders of `octavo.sched.pause` and the Standing after them.
         `reset_prefix_cache`: not a success, and nothing is done, while any block is held. `pause`: no step runs and
-        no result is on its way when it answers, but for one that waits, which is done once `standing` is settled.
+        no result is on its way when it answers, but for one that waits, which is done once `standing` is settled:
+        `settled` answers then, for who has others step, or when the pause was undone.
         New weights: `octavo.rl.session`. Raises ValueError for an unknown name, and for what an order may not hold.
         One that waits for a trainer is waited for, without steps: `begin_call` does not.
         """
@@ -200,6 +203,7 @@ class EngineCore:
     def has_unfinished(self) -> bool:
         """Whether a `step` has anything to do. A failed or closed engine has not."""
         waits = bool(self._inbox or self._in_flight or self._held) or (self.gate.is_open and self.scheduler.has_work)
+        waits = waits or (bool(self._settling) and not self.gate.draining)
         return self._failure is None and waits
 
     @property
@@ -297,6 +301,8 @@ class EngineCore:
     def _step(self) -> list[RequestUpdate]:
         started = time.perf_counter()
         self._drain_inbox()
+        if self._settling and not (self.gate.draining or self._held):  # all was told by the step before
+            self._tell_settled()
         if not self.gate.is_open:
             self.weights.expire()
             if self.gate.draining:  # what it waits for may have been ended
@@ -359,6 +365,20 @@ class EngineCore:
             refused=refused,
             success=success and not refused,
         )
+
+    def _settled(self) -> Future[bytes]:
+        """How the engine stands behind a pause that waits; at once, where there is none."""
+        answer = Future[bytes]()
+        self._settling.append(answer)
+        if self.standing().settled:
+            self._tell_settled()
+        return answer
+
+    def _tell_settled(self) -> None:
+        answers, self._settling = self._settling, []
+        for answer in answers:
+            if not answer.done():  # who asked may have left
+                answer.set_result(msgspec.msgpack.encode(self.standing()))
 
     def settle(self) -> None:
         """Wait for the steps that run; the next step tells their results."""

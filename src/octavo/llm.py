@@ -259,7 +259,7 @@ class LLM(WeightMethods):
 
         mode: "keep" freezes requests as they stand, "wait" lets them end first, "abort" ends them with what they have
         and finish_reason "abort". When it returns no step runs. clear_cache: forget cached prefixes too; what is kept
-        is computed again. No update of weights needs that.
+        is computed again. No update of weights needs that. Raises WrongStateError where "wait" was undone meanwhile.
         """
         self._control.pause(mode, clear_cache=clear_cache)
 

@@ -79,6 +79,7 @@ async def main() -> None:
         assert len((await running).outputs[0].token_ids) == 200
         assert ((await generate(llm)).outputs[0].token_ids == before) == same
     assert llm.output_processor.get_num_unfinished_requests() == 0
+    await llm.sleep(level=1, tags=["kv_cache"])
     await llm.sleep(level=1)
     for tag in ("weights", "kv_cache"):
         await llm.wake_up(tags=[tag])

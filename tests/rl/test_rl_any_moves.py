@@ -34,6 +34,7 @@ PROMPTS = [[5 + branch, 6, 7, *range(20, 20 + 17 * branch)] for branch in range(
 REFUSED = re.compile(
     r"(sleep|resume|generate|stream): the engine sleeps (at|\()"
     r"|sleep: an update of the weights is open"
+    r"|pause: generation was resumed before the requests had ended"
     r"|(generate|stream): weights were discarded at sleep level 2"
     r"|(generate|stream): an update had overwritten some weights"
     r"|(start_weight_update|update_weight_version|init_weight_transfer_engine) is not possible while an update is open"

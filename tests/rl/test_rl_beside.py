@@ -11,14 +11,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed import BroadcastOptions, HashStore, TCPStore  # type: ignore[attr-defined]
 
-from octavo import LLM
+from octavo import LLM, SamplingParams
 from octavo.config.settings import ConfigError
+from octavo.frontend.control import WrongStateError
 from octavo.rl import Sender, WeightSource
 from octavo.rl.moves import Moves
 from octavo.rl.plan import Incoming
@@ -368,3 +371,44 @@ def test_the_thread_of_waits_holds_no_engine() -> None:
     assert gone() is None
     thread.join(patient(10))
     assert not thread.is_alive()
+
+
+def test_a_pause_that_waits_stands_while_an_update_holds_the_steps(
+    tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It returns when the requests have ended, or says that it was undone; meanwhile it asks nothing over and over."""
+    weights = list(old_weights().items())
+    for part, held in (("a", weights[:1]), ("b", weights[1:])):
+        (tmp_path / part).mkdir()
+        save_file(dict(held), tmp_path / part / "model.safetensors")
+    config = {"backend": "disk", "staging": "none"}
+    long = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    with LLM(**FIELDS, weight_transfer_config=config) as llm:
+        gate, times, num_looks = llm.engine.core.gate, llm.engine.times, list[None]()
+        step = llm.engine.step
+        monkeypatch.setattr(llm.engine, "step", lambda: (num_looks.append(None), step())[1])
+        for undone in (False, True):
+            before = times.num_steps
+            ran = pool.submit(llm.generate, [[5, 6, 7]], long, use_tqdm=False)
+            until(lambda before=before: times.num_steps > before + 2)  # type: ignore[misc]
+            pausing = pool.submit(llm.pause_generation, "wait")
+            until(lambda: gate.draining)
+            llm.start_weight_update()
+            llm.update_weights({"update_info": {"path": str(tmp_path / "a")}})  # holds the steps from now on
+            num_looks.clear()
+            for _ in range(100):
+                llm.weight_state()
+            assert len(num_looks) <= 1000, "it waits by looking again"
+            assert not pausing.done() and not ran.done()
+            llm.update_weights({"update_info": {"path": str(tmp_path / "b")}})
+            if undone:
+                llm.resume_generation()
+            llm.finish_weight_update()
+            assert ran.result(patient(30))[0].outputs[0].finish_reason == "length"
+            if undone:
+                with pytest.raises(WrongStateError, match="resumed before the requests had ended"):
+                    pausing.result(patient(30))
+            else:
+                pausing.result(patient(30))
+            assert llm.is_paused() is not undone
+            llm.resume_generation()

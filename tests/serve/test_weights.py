@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine_rig import PROMPT, QUICK, params, read, running, until
+from octavo.frontend.control import WrongStateError
 from octavo.frontend.messages import EngineStats
 from octavo.request.outputs import WeightsSpan, join_spans
 from octavo.rl.session import Received, State, Way, WeightConflictError, WeightUpdateError, WeightUpdates
@@ -126,6 +127,46 @@ async def _go_silent(tmp_path: Path) -> None:
         await engine.finish_weight_update("whole")
         tokens, _ = await asyncio.wait_for(read(engine.generate("b", PROMPT, params(max_tokens=2))), patient(30))
         assert len(tokens) == 2
+
+
+def test_a_pause_that_waits_asks_once_while_an_update_holds_the_steps(tmp_path: Path) -> None:
+    """The engine says when the requests have ended, or the pause was undone; nobody asks it over and over."""
+    asyncio.run(_wait_beside_an_update(tmp_path))
+
+
+async def _wait_beside_an_update(tmp_path: Path) -> None:
+    weights = load_file(str(TINY))
+    names = list(weights)
+    for part, held in (("a", names[:1]), ("b", names[1:])):
+        (tmp_path / part).mkdir()
+        save_file({name: weights[name] for name in held}, tmp_path / part / "model.safetensors")
+    config = {"backend": "disk", "staging": "none"}
+    async with running(**FIELDS, weight_transfer_config=config) as engine:
+        asked, call = list[str](), engine._client.call
+        engine._client.call = lambda name, payload=b"": (asked.append(name), call(name, payload))[1]  # type: ignore
+        for undone in (False, True):
+            stream = engine.generate("ran", PROMPT, params(max_tokens=200, ignore_eos=True))
+            await anext(stream)
+            pausing = asyncio.create_task(engine.control.pause("wait"))
+            await until(lambda: "pause" in asked, 5)
+            await engine.start_weight_update()
+            await engine.update_weights({"update_info": {"path": str(tmp_path / "a")}})  # holds the steps from now on
+            asked.clear()
+            for _ in range(100):
+                await engine.call("weight_state")
+            assert not pausing.done() and set(asked) <= {"weight_state", "settled"} and asked.count("settled") <= 1
+            await engine.update_weights({"update_info": {"path": str(tmp_path / "b")}})
+            if undone:
+                await engine.control.resume()
+                with pytest.raises(WrongStateError, match="resumed before the requests had ended"):
+                    await asyncio.wait_for(pausing, patient(30))
+            await engine.finish_weight_update()
+            _, output = await asyncio.wait_for(read(stream), patient(30))
+            assert output.outputs[0].finish_reason == "length"
+            await asyncio.gather(pausing, return_exceptions=True)
+            assert asked.count("standing") == 0 and (await engine.control.standing()).paused is not undone
+            await engine.control.resume()
+            asked.clear()
 
 
 def test_a_request_that_was_on_its_way_when_the_weights_went_says_so() -> None:

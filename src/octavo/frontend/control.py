@@ -70,15 +70,16 @@ def check_level(level: object) -> int:
 
 
 def check_tags(tags: Sequence[str] | None) -> list[str] | None:
-    """Of memory. None: all. Raises ParameterError."""
+    """Of memory. None, or none named: all, which is None. Raises ParameterError."""
     if tags is None:
         return None
-    if isinstance(tags, str) or not isinstance(tags, Iterable) or not all(isinstance(tag, str) for tag in tags):
+    named = list(tags) if isinstance(tags, Iterable) and not isinstance(tags, str) else None
+    if named is None or not all(isinstance(tag, str) for tag in named):
         raise ParameterError("tags", f"must be {SOME_TAGS}, got {_short(tags)}", "invalid_type")
-    for tag in tags:
+    for tag in named:
         if tag not in TAGS:
             raise ParameterError("tags", f"unknown tag {tag[:32]!r}: known are {', '.join(TAGS)}", "invalid_value")
-    return list(tags)
+    return named or None
 
 
 def _short(value: object) -> str:

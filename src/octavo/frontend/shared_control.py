@@ -41,11 +41,19 @@ class Control:
         mode = check_mode(mode)
         self._shared.halt(PauseOrder(wait=mode == "wait", clear_cache=bool(clear_cache)), abort=mode == "abort")
         if mode == "wait":
-            self._shared.run_until(lambda: self.standing_within().settled)
+            self._wait_for_pause()
 
-    def standing_within(self) -> Standing:
-        """As `standing`, for who leads."""
-        return self._shared.engine.ask("standing")
+    def _wait_for_pause(self) -> None:
+        standing = Standing()
+
+        def is_over() -> bool:
+            nonlocal standing
+            standing = self._shared.engine.ask("standing")
+            return standing.settled or not standing.paused
+
+        self._shared.run_until(is_over)
+        if not standing.paused:
+            raise WrongStateError("pause: generation was resumed before the requests had ended")
 
     def resume(self) -> None:
         """Undo a pause."""

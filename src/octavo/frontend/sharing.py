@@ -59,14 +59,15 @@ class SharedEngine:
         self._arriving: list[Call] = []  # with parts to be queued
         self._owners: dict[str, Call] = {}  # per id of a queued request
         self._waiting: dict[Call, None] = {}  # in order; changed by single operations alone
+        self._watching: dict[Call, None] = {}  # who waits for a state, and looks behind each step and each move
         self.log = RequestLog(engine.limits.max_model_len)
         self._process = os.getpid()
         self._foreign = ""  # why this process cannot use the engine
         tell_in_child(self._forked)
-        waiting = self._waiting  # and no more than that: the thread that calls holds no engine
+        waiting, watching = self._waiting, self._watching  # and no more: the thread that calls holds no engine
 
         def wake_all() -> None:
-            for call in list(waiting):  # the one that leads too: it may have looked just before
+            for call in [*waiting, *watching]:  # the one that leads too: it may have looked just before
                 call.wake.set()
 
         engine.core.weights.moves.on_news = wake_all
@@ -159,9 +160,21 @@ class SharedEngine:
         self.exclusively(stop)
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
-        """Step for everybody until `is_done`, which is asked between two steps, or nothing is left to step for."""
-        while not self.exclusively(lambda: is_done() or not self._engine.has_unfinished):
-            self._alone(self._step)
+        """Step for everybody until `is_done`, which is asked between two steps; where these are held, wait for others.
+
+        Raises what a step raises.
+        """
+        watcher = Call([])
+        try:
+            self._watching[watcher] = None
+            while not self.exclusively(is_done):
+                if self._alone(self._step) and not self._stands_still:
+                    continue
+                watcher.wake.wait(self._engine.core.weights.expires_in)
+                watcher.wake.clear()
+        finally:
+            self._watching.pop(watcher, None)
+            self._let_go()
 
     @property
     def _stands_still(self) -> bool:
@@ -182,7 +195,8 @@ class SharedEngine:
         gc_control.forget_threads()
         parent, self._process = self._process, os.getpid()
         whose = f"this LLM belongs to process {parent}, from which this one was forked"
-        is_busy = self._lead.locked() or self._owners or self._arriving or self._waiting or not self._inbox.empty()
+        waiting = self._waiting or self._watching
+        is_busy = self._lead.locked() or self._owners or self._arriving or waiting or not self._inbox.empty()
         if self._engine.resolved.device != "cpu":
             self._foreign = f"{whose}, and a device works for one process: make an LLM here, in a process by spawn"
         elif is_busy:
@@ -203,7 +217,7 @@ class SharedEngine:
         """After leading: see to what came in meanwhile, and let one of those who wait lead."""
         while not self._inbox.empty() and self._alone(self._take_in):
             pass
-        for call in list(self._waiting)[:1]:
+        for call in [*list(self._waiting)[:1], *self._watching]:
             call.wake.set()
 
     def _take_in(self) -> None:
@@ -241,6 +255,8 @@ class SharedEngine:
                 if output.finished:
                     del call.unfinished[output.request_id], self._owners[output.request_id]
                 call.wake.set()
+        for watcher in list(self._watching):
+            watcher.wake.set()
 
     def _end(self, call: Call) -> None:
         if call in self._arriving:

@@ -67,10 +67,16 @@ class AsyncLLMEngine:
         plain = {name: _plain(value) for name, value in (kwargs or {}).items()}
         return [await METHODS[method][1](state, Rpc(method=method, args=[_plain(each) for each in args], kwargs=plain))]
 
-    async def pause_generation(self, mode: str = "abort", *, clear_cache: bool | None = None, **old: bool) -> None:
-        """See octavo.LLM."""
-        if "wait_for_inflight_requests" in old:
-            mode = "wait" if old["wait_for_inflight_requests"] else "abort"
+    async def pause_generation(
+        self,
+        mode: str = "abort",
+        *,
+        clear_cache: bool | None = None,
+        wait_for_inflight_requests: bool | None = None,
+    ) -> None:
+        """See octavo.LLM. wait_for_inflight_requests: an older word for two of the modes."""
+        if wait_for_inflight_requests is not None:
+            mode = "wait" if wait_for_inflight_requests else "abort"
         await (await self._engine()).control.pause(mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
@@ -81,11 +87,11 @@ class AsyncLLMEngine:
         """See octavo.LLM."""
         return (await (await self._engine()).control.standing()).paused
 
-    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+    async def sleep(self, level: int = 1, mode: str = "abort", tags: Sequence[str] | None = None) -> None:
         """See octavo.LLM."""
-        await (await self._engine()).control.sleep(level, mode)
+        await (await self._engine()).control.sleep(level, mode, tags)
 
-    async def wake_up(self, tags: list[str] | None = None) -> bool:
+    async def wake_up(self, tags: Sequence[str] | None = None) -> bool:
         """See octavo.LLM."""
         return await (await self._engine()).control.wake_up(tags)
 
@@ -95,7 +101,10 @@ class AsyncLLMEngine:
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """See octavo.LLM."""
-        return await (await self._engine()).reset_prefix_cache(reset_running_requests=reset_running_requests)
+        engine = await self._engine()
+        return await engine.reset_prefix_cache(
+            reset_running_requests=reset_running_requests, reset_connector=reset_connector
+        )
 
     async def check_health(self) -> None:
         """Raises EngineDeadError unless it answers."""

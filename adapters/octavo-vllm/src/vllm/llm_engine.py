@@ -51,7 +51,8 @@ class LLMEngine:
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """See octavo.LLM."""
-        return self._engine.ask("reset_prefix_cache", ResetOrder(reset_running_requests)).success
+        order = ResetOrder(reset_running_requests, reset_connector)
+        return self._engine.ask("reset_prefix_cache", order).success
 
     def close(self) -> None:
         """Release it."""

@@ -68,10 +68,8 @@ class AsyncControl:
         mode = check_mode(mode)
         standing = await self.move("pause", PauseOrder(wait=mode == "wait", clear_cache=bool(clear_cache)))
         self._refuses = new == "refuse"
-        while not standing.settled:  # each answer comes behind a step
-            standing = await self.standing()
-            if not standing.paused:
-                raise WrongStateError("pause: generation was resumed before the requests had ended")
+        if not standing.settled and not (await self.move("settled")).paused:
+            raise WrongStateError("pause: generation was resumed before the requests had ended")
         self._deliver()
         if mode == "abort":
             await self._abort_all()

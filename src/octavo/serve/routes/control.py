@@ -295,7 +295,7 @@ def _memory_tags(tags: list[str] | None) -> list[str]:
 
 async def _sleep(state: ServeState, level: int, mode: str, tags: list[str] | None = None) -> None:
     with moving(state), state.metrics.sleeping("sleep"):
-        await state.engine.control.sleep(level, mode, tags or None)
+        await state.engine.control.sleep(level, mode, tags)
 
 
 async def _wake(state: ServeState, tags: list[str] | None) -> bool:
