@@ -208,7 +208,7 @@ class EngineCore:
 
     @property
     def waits_for_peers(self) -> bool:
-        """Whether nothing is unfinished but blocks on offer, which somebody fetches some time or never."""
+        """Whether nothing is unfinished but blocks on offer, or in transfers that hang: they end some time or never."""
         is_idle = not (self._inbox or self._in_flight or self._held or self.scheduler.num_unfinished)
         return is_idle and self.scheduler.loads.are_on_offer
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from engine_checks import GOOD_PROMPT, assert_idle
+from engine_checks import GOOD_PROMPT, assert_idle, num_missing_blocks
 from octavo import LLM, SamplingParams
 from octavo.kv_connector import SilentConnector
 from octavo.kv_connector.worker import NO_WORKER_CONNECTOR
@@ -229,3 +229,42 @@ def test_an_end_that_hangs_is_told_by_name_and_not_waited_for(
     told = [record.message for record in caplog.records if "did not end within" in record.message]
     assert len(told) == 1 and f"kv_connector {name}:" in told[0] and "kv_transfer_timeout" in told[0]
     assert ("shutdown" if "shutdown" in place else "close") in told[0]
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_load_that_hangs_and_cannot_be_stopped_costs_its_request_the_time_and_keeps_its_blocks(
+    policy: str, gate: Gate, expected: Any, make_llm: Make, theirs, monkeypatch, caplog
+) -> None:
+    """D.8: it may write into them whenever it goes on, so nobody gets them; its request needs others."""
+    config = {**CONFIG, "kv_load_failure_policy": policy, "kv_transfer_timeout": 0.2}
+    llm = make_llm(max_model_len=512, kv_transfer_config=config)
+    assert answer(llm) == expected
+    settle(llm)
+    start_load = theirs.MemoryConnector.start_load_kv
+
+    def hangs(self: Any, *args: Any, **named: Any) -> None:
+        GATE.pass_through()
+        start_load(self, *args, **named)
+
+    monkeypatch.setattr(theirs.MemoryConnector, "start_load_kv", hangs)
+    gate.open.clear()
+    assert llm.reset_prefix_cache()
+    found = within(lambda: answer(llm))
+    assert found == expected if policy == "recompute" else found[2] == "error"
+    assert llm.engine.scheduler.stats().num_load_failures == 1 and num_missing_blocks(llm) > 0
+    assert any("blocks stay taken" in record.message for record in caplog.records)
+    gate.open.set()
+    settle(llm)
+
+
+def test_a_save_that_hangs_and_cannot_be_stopped_keeps_its_blocks_and_no_answer(
+    gate: Gate, expected: Any, make_llm: Make, theirs, monkeypatch
+) -> None:
+    monkeypatch.setattr(theirs.MemoryConnector, "wait_for_save", lambda self: GATE.pass_through())
+    llm = make_llm(max_model_len=512, kv_transfer_config={**CONFIG, "kv_transfer_timeout": 0.2})
+    gate.open.clear()
+    for _ in range(2):
+        assert within(lambda: answer(llm)) == expected
+        assert num_missing_blocks(llm) > 0
+    gate.open.set()
+    settle(llm)

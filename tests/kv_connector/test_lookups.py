@@ -139,3 +139,17 @@ def test_a_block_that_was_changed_is_no_block(caplog):
     row[20] ^= 1
     assert not unseal(b"key", row, out, troubles) and troubles.num == 2
     assert "there: the store gave something else for" in caplog.text and len(caplog.records) == 1
+
+
+def test_who_waits_once_more_asks_anew_and_an_answer_that_nobody_wants_any_more_is_nobodys(rig: Rig):
+    assert rig.answered("first") == [False] * 3
+    rig.store.kept = dict.fromkeys(KEYS, np.zeros(16, np.uint8))
+    rig.index.forget("first")  # it has run meanwhile
+    assert rig.answered("first") == [True] * 3
+    rig.store.gate.clear()
+    assert not rig.index.is_known("second", KEYS[:1])
+    rig.index.forget("second")  # it is aborted, and its name comes again
+    assert not rig.index.is_looking and not rig.index.is_known("second", KEYS)
+    rig.store.kept.pop(KEYS[2])
+    rig.store.gate.set()
+    assert rig.answered("second") == [True, True, False]

@@ -41,7 +41,7 @@ class Process:
     def ask(self, method: str, path: str, body: Any = None, timeout: float = 60.0) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patient(timeout))
         with contextlib.closing(connection):
-            given = None if body is None else json.dumps(body)
+            given = body if body is None or isinstance(body, bytes) else json.dumps(body)
             connection.request(method, path, given, {"content-type": "application/json"})
             response = connection.getresponse()
             data = response.read()

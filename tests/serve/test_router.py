@@ -184,6 +184,7 @@ def test_P_every_route_that_generates_offers_and_fetches_by_kv_transfer_params(t
         ("/generate", {"input_ids": IDS, "sampling_params": THEIRS, "return_logprob": True, "logprob_start_len": 0}),
         ("/generate", {"input_ids": IDS, "sampling_params": {"max_new_tokens": 0}}),
         ("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, "seed": 1, "skip_reading_prefix_cache": True}),
+        ("/v1/completions", {"prompt": PROMPT * 9, "max_tokens": 9, "seed": 1, "truncate_prompt_tokens": -1}),
     ],
 )
 def test_P_what_a_decode_server_computes_whole_goes_to_it_straight_on_every_route(trio, path, body):
@@ -206,6 +207,10 @@ def test_P_what_a_decode_server_computes_whole_goes_to_it_straight_on_every_rout
         ("/generate", {"text": PROMPT, "sampling_params": [3]}),
         ("/generate", {"text": []}),
         ("/generate", [1]),
+        ("/v1/completions", b'{"prompt": "a", "prompt": "b", "max_tokens": 1}'),
+        ("/v1/completions", b'{"prompt": "a", "temperature": NaN}'),
+        ("/v1/completions", b'{"prompt": "a", "temperature": 1e999}'),
+        ("/generate", b'{"text": "\\ud800"}'),
     ],
 )
 def test_what_is_wrong_with_a_body_of_any_route_the_decode_server_says(trio, path, body):

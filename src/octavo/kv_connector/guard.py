@@ -127,7 +127,11 @@ def ends_within(seconds: float, troubles: Troubles, what: str, end: Callable[[],
             troubles.tell(f"close {what} {error!r}", f"{what} failed: {describe(error)}")
 
     thread = threading.Thread(target=run, name="octavo-kv-close", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter ends and begins none
+        run()
+        return True
     thread.join(seconds)
     if thread.is_alive():
         text = f"{what} did not end within {seconds:g} s (see kv_transfer_timeout) and will not be waited for"
@@ -209,7 +213,9 @@ class Guarded:
             said = getattr(self._inner, name)(*args, **named)
             if not isinstance(said, kind):
                 raise TypeError(f"it answered {said!r}"[:100])
-        except RAISED as error:
+        except BaseException as error:  # whatever it was, an exit or a cancelled task: the engine lives
+            if isinstance(error, KeyboardInterrupt):
+                raise
             place = f"{self._troubles.name}.{name}"
             self._troubles.tell(f"{name} {error!r}", functools.partial(_line, place, error))
             return otherwise

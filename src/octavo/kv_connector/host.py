@@ -213,6 +213,9 @@ class _Slots(Index):
         asked = [(key, stop) for key, stop in zip(keys, stops, strict=True) if key not in self._slots]
         return self._files.is_known(request_id, [key for key, _ in asked], [stop for _, stop in asked])
 
+    def forget(self, request_id: str) -> None:
+        self._files.forget(request_id)
+
     @property
     def is_looking(self) -> bool:
         return self._files.is_looking

@@ -8,6 +8,7 @@ the store is silent.
 from __future__ import annotations
 
 import collections
+import itertools
 import queue
 import threading
 import time
@@ -106,8 +107,9 @@ class LookedUp(Index):
         self._ask, self._limit, self._clock, self._setting = ask, limit, clock, setting
         self.troubles = troubles or Troubles(type(self).__name__)
         self._there = collections.OrderedDict[bytes, None]()
-        self._waiting: dict[str, tuple[Sequence[bytes], float]] = {}  # request -> its keys, until when
-        self._came: dict[str, list[Sequence[bool]]] = {}  # request -> what the workers said
+        self._numbers = itertools.count()
+        self._waiting: dict[str, tuple[Sequence[bytes], float, str]] = {}  # request -> keys, until when, question
+        self._came: dict[str, list[Sequence[bool]]] = {}  # question -> what the workers said
         self._known = collections.OrderedDict[str, int]()  # request -> how many keys were asked for
         self._is_silent = False  # a question was not answered in time, and none since: nobody waits for another
         self._num_late = 0
@@ -124,8 +126,9 @@ class LookedUp(Index):
         if self._known.get(request_id, 0) >= len(keys):
             return True
         if request_id not in self._waiting:
-            self._waiting[request_id] = keys, self._clock() + self._limit
-            self._ask("look", request_id, list(keys), list(stops))
+            name = str(next(self._numbers))
+            self._waiting[request_id], self._came[name] = (keys, self._clock() + self._limit, name), []
+            self._ask("look", name, list(keys), list(stops))
         return False
 
     def _collect(self) -> None:
@@ -133,11 +136,11 @@ class LookedUp(Index):
         if any(answers):
             self._is_silent = False
         for own in answers:
-            for request_id, found in own:
-                if request_id in self._waiting:
-                    self._came.setdefault(request_id, []).append(found)
-        for request_id, (keys, until) in list(self._waiting.items()):
-            came = self._came.get(request_id, ())
+            for name, found in own:
+                if name in self._came:
+                    self._came[name].append(found)
+        for request_id, (keys, until, name) in list(self._waiting.items()):
+            came = self._came[name]
             if len(came) == len(answers):
                 self._end(request_id, keys, [all(each) for each in zip(*came, strict=False)])
             elif self._clock() >= until:
@@ -155,11 +158,16 @@ class LookedUp(Index):
 
     def _end(self, request_id: str, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         self._learn(keys, found)
-        self._waiting.pop(request_id, None)
-        self._came.pop(request_id, None)
+        self.forget(request_id)
         self._known[request_id] = len(keys)
         while len(self._known) > _MAX_REQUESTS:
             self._known.popitem(last=False)
+
+    def forget(self, request_id: str) -> None:
+        """See Index."""
+        self._known.pop(request_id, None)
+        if request_id in self._waiting:
+            del self._came[self._waiting.pop(request_id)[2]]
 
     def _learn(self, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         for key, is_there in zip(keys, found, strict=False):  # of those behind nothing was asked

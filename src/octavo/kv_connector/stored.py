@@ -28,6 +28,9 @@ class Index(abc.ABC):
         """
         return True
 
+    def forget(self, request_id: str) -> None:  # noqa: B027 (what answers at once remembers nobody)
+        """A request runs, or has ended: what was asked for it is asked anew if it waits once more."""
+
     @property
     def is_looking(self) -> bool:
         """Whether `is_known` may say more soon."""
@@ -141,6 +144,10 @@ class StoredConnector(SilentConnector):
                 break
             end -= self.save_unit
         return max(end, num_local)
+
+    def loads_no_more(self, request: Request) -> None:
+        """See Connector."""
+        self.index.forget(request.request_id)
 
     def _is_known(self, request: Request, start: int, end: int) -> bool:
         """Whether the index knows all that a search up to `end` looks for: asked for from the first token on.

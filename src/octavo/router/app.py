@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from octavo.router.bodies import FORMS, TRANSFER, Form, ids_of
+from octavo.router.bodies import FORMS, TRANSFER, Form, ids_of, read
 from octavo.router.exchange import Answer, ClientLeftError, Exchange, Receive, Refused, Scope, Send
 from octavo.router.http import Address, Response, UpstreamError, send
 from octavo.router.metrics import CONTENT_TYPE, RouterMetrics
@@ -108,21 +108,18 @@ class Router:
 
     async def _both(self, form: Form, exchange: Exchange, body: bytes) -> None:
         began = time.monotonic()
-        try:
-            given = json.loads(body)
-        except (ValueError, RecursionError):
-            given = None
-        if not isinstance(given, dict) or not form.understands(given):  # a server says what is wrong with it
+        given = read(body)
+        if given is None or not form.understands(given):  # a server says what is wrong with it
             await self._pass_on(exchange, body)
             return
         offer = await self._prefill(form, exchange, given)
         self.metrics.prefilled(time.monotonic() - began)
         if offer is None:
-            await self._pass_on(exchange, json.dumps(given).encode())
+            await self._pass_on(exchange, body)
             return
         wanted = json.dumps({**given, TRANSFER: offer.told}).encode()
         try:
-            await self._pass_on(exchange, wanted, alone=given, offer=offer)
+            await self._pass_on(exchange, wanted, alone=body, offer=offer)
         finally:
             if not exchange.has_spoken:
                 self.transfers.settle(offer, exchange.headers)
@@ -164,7 +161,7 @@ class Router:
         return None
 
     async def _pass_on(
-        self, exchange: Exchange, body: bytes, *, alone: dict[str, Any] | None = None, offer: Offer | None = None
+        self, exchange: Exchange, body: bytes, *, alone: bytes | None = None, offer: Offer | None = None
     ) -> None:
         """The answer of a decode server. alone: the request without blocks from elsewhere, if these are lost."""
         tried: list[Upstream] = []
@@ -199,7 +196,7 @@ class Router:
                 failure, spent = Refused(503, "no_server", str(error)), error.was_sent
                 tried.append(server)
             if spent and alone is not None:  # its blocks may be lost: any server can compute them
-                body, alone = json.dumps(alone).encode(), None
+                body, alone = alone, None
                 self.metrics.retried("blocks")
                 if offer is not None:
                     self.transfers.settle(offer, exchange.headers)

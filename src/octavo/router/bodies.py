@@ -51,7 +51,8 @@ class Form:
         scores = body.get("return_logprob") and type(start) is int and start >= 0
         asked = [own.get(name) for own in places for name in _WHOLE]
         asks = any(value is not None and value is not False for value in asked)
-        return bool(echoes or scores) or asks or any(own.get(self.limit) == 0 for own in places)
+        cuts = any(own.get("truncate_prompt_tokens") == -1 for own in places)  # by how many tokens are wanted
+        return bool(echoes or scores) or asks or cuts or any(own.get(self.limit) == 0 for own in places)
 
     def first(self, body: Mapping[str, Any], transfer_id: str) -> dict[str, Any]:
         """The body that asks a prefill server for one token of it, and to offer its blocks under an id."""
@@ -95,6 +96,26 @@ FORMS = {
     "/inference/v1/generate": Form(prompts=("token_ids",), is_nested=True),
     "/generate": Form(prompts=("input_ids", "text"), limit="max_new_tokens", is_nested=True, may_be_many=True),
 }
+
+
+def read(body: bytes) -> dict[str, Any] | None:
+    """The object that a body holds, if a server would read it alike; None: the server says what is wrong with it."""
+    try:
+        found = json.loads(body, object_pairs_hook=_once, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands there twice")
+    return found
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number")
 
 
 def ids_of(told: Mapping[str, Any]) -> list[str]:

@@ -51,10 +51,11 @@ class _Underway:
     begun: bool = False
     loads: bool = True
     goes_on: bool = False  # of a save: its request has not ended
+    is_left: bool = False  # it did not end in time and cannot be stopped: nobody waits for it
 
 
 class Ended(NamedTuple):
-    """A load that is over: its request has `num_computed` tokens, and blocks for them."""
+    """A load that is over: its request has `num_computed` tokens, and blocks for them or none."""
 
     request: Request
     failed: bool
@@ -100,9 +101,10 @@ class Loads:
 
     @property
     def are_on_offer(self) -> bool:
-        """Whether all transfers are saves that wait for somebody else."""
-        entries = self._underway.values()
-        return self.connector.offers and all(entry.begun and not entry.loads for entry in entries)
+        """Whether all transfers are saves that wait for somebody else, or hang and are left behind."""
+        others = [entry for entry in self._underway.values() if not entry.is_left]
+        offers = self.connector.offers or len(others) < len(self._underway)
+        return offers and all(self.connector.offers and entry.begun and not entry.loads for entry in others)
 
     def figures(self) -> dict[str, Any]:
         """What SchedulerStats says of transfers."""
@@ -264,6 +266,9 @@ class Loads:
         if entry.begun and not self.connector.cancel(number, force=True):
             entry.until += self._timeout
             _LOG.error("transfer %d does not end: %d blocks stay taken", number, sum(map(len, entry.transfer.blocks)))
+            entry.is_left = True
+            if entry.hold is None:
+                yield self._leave(entry)
         elif entry.hold is not None:
             self.stats.num_expired_holds += 1
             _LOG.warning("transfer %d of request %s did not end in time", number, entry.transfer.request.request_id)
@@ -271,6 +276,15 @@ class Loads:
         else:
             entry.begun = True
             yield from self._end(number, frozenset())
+
+    def _leave(self, load: _Underway) -> Ended:
+        """A load that cannot be stopped keeps its blocks, and its request goes on without them."""
+        request = load.transfer.request
+        del self._loading[request.request_id]
+        load.hold, request.status, request.num_computed = self._kv.hold(request, load.until), load.before, 0
+        self.stats.num_load_failures += 1
+        self.refuse(request)
+        return Ended(request, True)
 
     def stop(self, request: Request) -> None:
         """Take its blocks from a request that is loading, or has loaded and does not run yet."""
