@@ -31,7 +31,7 @@ _MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _ADVANCIN
 _DELTA_TILES = {"decode": (64, 4), "short": (64, 8), "long": (32, 8), _ADVANCING: (32, 8)}
 _MOST_STATES, _FEW_CHANNELS = 128, 32  # of float32: with more states, more channels do not fit a Hopper's shared memory
 _PARTS = 32  # programs of a row that advance states, which few rows do in a step
-_BLOCK_WARPS = 2
+_BLOCK_WARPS = 4
 _DELTA_FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM")
 _PLAIN: dict[str, Any] = {"enable_fp_fusion": False}  # so that no kernel rounds less than another
 
@@ -128,7 +128,7 @@ class GpuStates:
         _, key_kept, _, _, total_kept, rate_kept = told.kept
         forms = dict(zip(_DELTA_FORMS, told.forms, strict=True))
         named = {name: forms[name] for name in ("KEY_FORM", "TOTAL_FORM", "RATE_FORM")}
-        delta_blocks[blocks, heads, 2](
+        delta_blocks[blocks, heads, 3](
             query, key, total, rate, before, factor, inverse, step.rows, step.query_start, step.seq_lens, num_rows,
             *told.tables[2:], key_kept, total_kept, rate_kept, told.firsts[1], **_delta_shape(own, rule, query),
             **named, ONE=is_one, num_warps=_BLOCK_WARPS, num_stages=1, **_PLAIN,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from octavo.ops.compile.launch import launched
-from octavo.ops.scan.kept import PLACES, keep, numbers, read_state, row_of, tokens, write_state
+from octavo.ops.scan.kept import PLACES, keep, numbers, read_state, row_of, tokens, turned, write_state
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def delta_blocks(
     PRECISION: tl.constexpr,
     ONE: tl.constexpr,
 ):
-    """One block of 16 tokens and one head: the factors of o, or M and T. ONE: every row has one token."""
+    """One block of 16 tokens and one head: the factors of o, M, or T. ONE: every row has one token."""
     slot, head = tl.program_id(0), tl.program_id(1)
     row = slot if ONE else row_of(query_start, num_rows, slot, 16, 2)
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
@@ -85,33 +85,36 @@ def delta_blocks(
     within = width < KEY_SIZE
     keys = (key, KEY_HEADS * KEY_SIZE, key_head * KEY_SIZE, key_kept)
     totals, rates = (total, HEADS, head, total_kept), (rate, HEADS, head, rate_kept)
-    first = begin // CHUNK * CHUNK
-    at, place = begin + here, tl.arange(0, CHUNK)
-    then = first + place
-    upto = tl.minimum(end, begin + 16)
-    of_chunk = (inputs, input_first, token, computed, upto, BLOCK)
-    k_then = tokens(keys, of_chunk, first, place, key_head, width, within, KEY_FORM, KEY_SIZE)
+    at = begin + here
     own = numbers(totals, of_row, begin, here, head, TOTAL_FORM)
-    own_then = numbers(totals, of_chunk, first, place, head, TOTAL_FORM)
-    is_seen = (at[:, None] >= then[None, :]) & (at < end)[:, None]
-    left = tl.exp(tl.where(is_seen, own[:, None] - own_then[None, :], 0.0))
+    beta = numbers(rates, of_row, begin, here, head, RATE_FORM)[:, None]
     line = ((slot.to(tl.int64) * HEADS + head) * 16 + here)[:, None]
-    if tl.program_id(2) == 0:
-        asked = (token + at - computed).to(tl.int64) * KEY_HEADS + key_head
-        mask = ((at >= computed) & (at < end))[:, None] & within[None, :]
-        q = tl.load(query + (asked * KEY_SIZE)[:, None] + width[None, :], mask=mask, other=0.0)
-        product = left * tl.dot(q, tl.trans(k_then), input_precision=PRECISION)
-        factors = tl.where(is_seen, product, 0.0).to(factor.dtype.element_ty)
-        tl.store(factor + line * CHUNK + place[None, :], factors)
+    part = tl.program_id(2)
+    # Keys come turned from memory, and each product stands alone: else Triton turns them in registers, warp by warp.
+    if part < 2:
+        first, place = begin // CHUNK * CHUNK, tl.arange(0, CHUNK)
+        then = first + place
+        of_chunk = (inputs, input_first, token, computed, tl.minimum(end, begin + 16), BLOCK)
+        k_then = turned(keys, of_chunk, first, place, key_head, width, within, KEY_FORM, KEY_SIZE)
+        own_then = numbers(totals, of_chunk, first, place, head, TOTAL_FORM)
+        if part == 0:
+            asked = (token + at - computed).to(tl.int64) * KEY_HEADS + key_head
+            mask = ((at >= computed) & (at < end))[:, None] & within[None, :]
+            x = tl.load(query + (asked * KEY_SIZE)[:, None] + width[None, :], mask=mask, other=0.0)
+        else:
+            x = tokens(keys, of_row, begin, here, key_head, width, within, KEY_FORM, KEY_SIZE)
+        is_seen = (at[:, None] >= then[None, :]) & (at < end)[:, None]
+        left = tl.exp(tl.where(is_seen, own[:, None] - own_then[None, :], 0.0))
+        product = tl.where(part == 0, 1.0, beta) * left * tl.dot(x, k_then, input_precision=PRECISION)
+        taken = tl.where(is_seen & ((part == 0) | (then < begin)[None, :]), product, 0.0)
+        made = factor if part == 0 else before
+        tl.store(made + line * CHUNK + place[None, :], taken.to(factor.dtype.element_ty))
     else:
         k = tokens(keys, of_row, begin, here, key_head, width, within, KEY_FORM, KEY_SIZE)
-        beta = numbers(rates, of_row, begin, here, head, RATE_FORM)[:, None]
-        product = beta * left * tl.dot(k, tl.trans(k_then), input_precision=PRECISION)
-        earlier = tl.where(is_seen & (then < begin)[None, :], product, 0.0)
-        tl.store(before + line * CHUNK + place[None, :], earlier.to(before.dtype.element_ty))
+        k_here = turned(keys, of_row, begin, here, key_head, width, within, KEY_FORM, KEY_SIZE)
         is_before = (here[:, None] > here[None, :]) & (at < end)[:, None]
         left_here = tl.exp(tl.where(is_before, own[:, None] - own[None, :], 0.0))
-        below = beta * left_here * tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        below = beta * left_here * tl.dot(k, k_here, input_precision=PRECISION)
         tl.store(inverse + line * 16 + here[None, :], unit_inverse(tl.where(is_before, below, 0.0)))
 
 

@@ -80,6 +80,13 @@ def tokens(source, of_row, begin, here, run, channel, inside, FORM: tl.constexpr
 
 
 @triton.jit
+def turned(source, of_row, begin, here, run, channel, inside, FORM: tl.constexpr, WIDTH: tl.constexpr):
+    """[channels, places]: `tokens`, transposed."""
+    at, is_there = _token_at(source, of_row, begin + here, run, FORM, WIDTH)
+    return tl.load(at[None, :] + channel[:, None], mask=is_there[None, :] & inside[:, None], other=0.0)
+
+
+@triton.jit
 def numbers(source, of_row, begin, here, run, FORM: tl.constexpr):
     """[places]: `tokens`, of one number each."""
     at, is_there = _token_at(source, of_row, begin + here, run, FORM, 1)
