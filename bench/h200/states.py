@@ -214,6 +214,30 @@ def tiles(name: str, kind: str, counts: Sequence[int], computed: int) -> str:
     return f"chosen {before[0]}x{before[1]}; us: {', '.join(found)}"
 
 
+def candidates(counts: Sequence[int], computed: int) -> str:
+    """Microseconds of Mamba-2's decoding with other constants: (heads of a program, stages, warps, registers)."""
+    from octavo.states import gpu
+
+    names = ("_DECODE_HEADS", "_DECODE_STAGES", "_DECODE_REGISTERS")
+    before, tile, found = [getattr(gpu, name) for name in names], gpu._MAMBA2_TILES["decode"], []
+    for heads, stages, warps, most in (
+        (8, 2, 4, 168),
+        (4, 2, 4, 168),
+        (16, 2, 4, 168),
+        (8, 3, 8, None),
+        (8, 1, 4, 168),
+    ):
+        for name, value in zip(names, (heads, stages, most), strict=True):
+            setattr(gpu, name, value)
+        gpu._MAMBA2_TILES["decode"] = tile[0], warps
+        with contextlib.suppress(Exception):  # it needs more shared memory than there is
+            found.append(f"{heads} heads {stages} stages {warps} warps {timed('mamba2', counts, computed)[0]:.0f}")
+    for name, value in zip(names, before, strict=True):
+        setattr(gpu, name, value)
+    gpu._MAMBA2_TILES["decode"] = tile
+    return f"us: {', '.join(found)}"
+
+
 @contextlib.contextmanager
 def compiled() -> Iterator[list[str]]:
     """Names of the kernels that Triton compiles within, and does not find on disk."""
@@ -274,6 +298,10 @@ def main() -> None:
                 attempt(f"decode {name} {num_rows} rows at {computed}", decode, name, num_rows, computed)
             for num_rows, count in ((1, 70),) if DRY else ((1, 8192), (16, 512), (2, 4000)):
                 attempt(f"prefill {name} {num_rows} x {count}", prefill, name, num_rows, count)
+            if name == "mamba2":
+                for num_rows in (2,) if DRY else (64, 256):
+                    given = [1] * num_rows, 70 if DRY else 160
+                    attempt(f"candidates {name} decode {num_rows}", candidates, *given)
             attempt(f"tiles {name} decode 64", tiles, name, "decode", [1] * (2 if DRY else 64), 70 if DRY else 1056)
             attempt(f"tiles {name} prefill", tiles, name, "long", [33 if DRY else 4000] * (1 if DRY else 2), 0)
     if "engine" in sys.argv:

@@ -49,6 +49,7 @@ _OF_STATES = (
     "short_convolution",
     "scan_gates",
     "mamba2_scan",
+    "mamba2_decode",
     "mamba2_advance",
     "delta_blocks",
     "delta_scan",
@@ -201,7 +202,17 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
     [
         ("Mistral", {"_qk_norm_rope_store": 2, "attend_rows": 2, "attend_tiles": 2, "product": 8}),
         ("Qwen3-MoE", {"_qk_norm_rope_store": 2, "attend_rows": 2, "_grouped_product": 4, "product": 8}),
-        ("Nemotron-H", {"short_convolution": 2, "scan_gates": 2, "mamba2_scan": 3, "mamba2_advance": 1, "product": 8}),
+        (
+            "Nemotron-H",
+            {
+                "short_convolution": 2,
+                "scan_gates": 2,
+                "mamba2_scan": 2,
+                "mamba2_decode": 1,
+                "mamba2_advance": 1,
+                "product": 8,
+            },
+        ),
         ("Qwen3.5", {"delta_blocks": 2, "delta_scan": 3, "delta_advance": 1, "_gated_by": 1, "product": 8}),
         ("DeepSeek-V3", {"_latent_rope_store": 1, "_attend": 2, "_merge": 1, "_grouped_product": 4, "product": 8}),
     ],

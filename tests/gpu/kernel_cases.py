@@ -236,7 +236,11 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     ),
     "Mamba-2": (
         functools.partial(_states, "mamba2", (4, 48, 2, 80)),
-        ("scan.mamba2_gpu.mamba2_scan", "scan.mamba2_gpu.mamba2_advance"),
+        (
+            "scan.mamba2_gpu.mamba2_scan",
+            "scan.mamba2_decode_gpu.mamba2_decode",
+            "scan.mamba2_gpu.mamba2_advance",
+        ),
     ),
     "Mamba-1": (functools.partial(_states, "mamba1", (300, 16)), ("scan.mamba1_gpu.mamba1_scan",)),
     "staged writes": (functools.partial(inputs_rig.check_staged_write, "cuda"), ("inputs.staged_write_gpu._write",)),

@@ -18,6 +18,7 @@ from octavo.ops.scan.delta_gpu import delta_advance, delta_blocks, delta_scan
 from octavo.ops.scan.gates_gpu import normalize_keys, scan_gates
 from octavo.ops.scan.kept import Form, form_of
 from octavo.ops.scan.mamba1_gpu import mamba1_scan
+from octavo.ops.scan.mamba2_decode_gpu import mamba2_decode
 from octavo.ops.scan.mamba2_gpu import mamba2_advance, mamba2_scan
 from octavo.states import composed
 from octavo.states.base import LayerStates
@@ -28,6 +29,9 @@ _FEW = 16  # tokens of a row that are a short step
 # Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
 _ADVANCING = "advance"
 _MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _ADVANCING: (32, 8)}
+# Of Mamba-2 where rows decode: heads of a program at most, programs that keep a GPU busy, heads whose states are on
+# their way or used, registers of a thread (three programs of four warps a processor).
+_DECODE_HEADS, _DECODE_PROGRAMS, _DECODE_STAGES, _DECODE_REGISTERS = 8, 1024, 2, 168
 _DELTA_TILES = {"decode": (64, 4), "short": (64, 8), "long": (32, 8), _ADVANCING: (32, 8)}
 _MOST_STATES, _FEW_CHANNELS = 128, 32  # of float32: with more states, more channels do not fit a Hopper's shared memory
 _PARTS = 32  # programs of a row that advance states, which few rows do in a step
@@ -146,32 +150,59 @@ class GpuStates:
         step, out = own.inputs, xbc.new_empty(len(xbc), scan.num_heads * size)
         limits = scan.dt_min, scan.dt_max
         total, steps = self._gates(own, told, dt, dt, scan.decay, scan.dt_bias, limits, slots=(3, 4))
-        forms = dict(zip(("STATE", "X", "B", "TOTAL", "DT"), told.forms, strict=True))
         wide, warps = _mamba2_tile(size, _kind_of(step.max_query_len), states, xbc)
-        mamba2_scan[scan.num_heads * -(-size // wide), len(step.rows)](
-            xbc, xbc.stride(0), total, steps, scan.skip, out, step.rows, step.query_start, step.seq_lens,
-            *told.tables, *told.kept, *told.firsts,
-            HEADS=scan.num_heads, GROUPS=scan.num_groups, SIZE=size, WIDE=wide, STATES=states,
-            STATES_PADDED=padded_length(states), TILE=16 if step.max_query_len <= _FEW else own.chunk,
-            CHUNK=own.chunk, BLOCK=own.block_size, **{f"{name}_FORM": form for name, form in forms.items()},
-            PRECISION=_precision(xbc), ADVANCE=step.max_query_len > 1, num_warps=warps, num_stages=1, **_PLAIN,
-        )  # fmt: skip
-        if step.max_query_len == 1:
+        given = (
+            xbc,
+            xbc.stride(0),
+            total,
+            steps,
+            scan.skip,
+            out,
+            step.rows,
+            step.query_start,
+            step.seq_lens,
+            *told.tables,
+            *told.kept,
+            *told.firsts,
+        )
+        shape = _mamba2_shape(own, scan, told, xbc, wide)
+        tiles, num_rows = -(-size // wide), len(step.rows)
+        is_whole = not told.forms[0][5] % states and all(form[4] == 1 for form in told.forms[1:])
+        if step.max_query_len == 1 and is_whole:  # a head's state in one line, and what a token brings
+            programs = scan.num_heads // _heads_of(scan, num_rows) * tiles
+            stages, most = (_DECODE_STAGES, _DECODE_REGISTERS) if xbc.dtype is not torch.float32 else (1, None)
+            mamba2_decode[programs, num_rows](
+                *given, **shape, STAGES=stages, maxnreg=most, num_warps=warps, num_stages=1, **_PLAIN
+            )
             self._advance_mamba2(own, told, scan, xbc)
+            return out
+        mamba2_scan[scan.num_heads * tiles, num_rows](
+            *given,
+            **shape,
+            TILE=16 if step.max_query_len <= _FEW else own.chunk,
+            num_warps=warps,
+            num_stages=1,
+            **_PLAIN,
+        )
         return out
 
     def _advance_mamba2(self, own: LayerStates, told: _Told, scan: Mamba2Operands, xbc: Tensor) -> None:
         """Write the states of rows whose one token ends a chunk."""
-        step, size, states = own.inputs, scan.head_size, scan.state_size
-        forms = dict(zip(("STATE", "X", "B", "TOTAL", "DT"), told.forms, strict=True))
-        wide, warps = _mamba2_tile(size, _ADVANCING, states, xbc)
+        step = own.inputs
+        wide, warps = _mamba2_tile(scan.head_size, _ADVANCING, scan.state_size, xbc)
         mamba2_advance[_PARTS, len(step.rows)](
-            step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
-            HEADS=scan.num_heads, GROUPS=scan.num_groups, SIZE=size, STATES=states,
-            STATES_PADDED=padded_length(states), WIDE=wide, PARTS=_PARTS, CHUNK=own.chunk, BLOCK=own.block_size,
-            **{f"{name}_FORM": form for name, form in forms.items()}, PRECISION=_precision(xbc), num_warps=warps,
-            num_stages=1, **_PLAIN,
-        )  # fmt: skip
+            step.rows,
+            step.query_start,
+            step.seq_lens,
+            *told.tables,
+            *told.kept,
+            *told.firsts,
+            **_mamba2_shape(own, scan, told, xbc, wide),
+            PARTS=_PARTS,
+            num_warps=warps,
+            num_stages=1,
+            **_PLAIN,
+        )
 
     def mamba1(self, own: LayerStates, scan: Mamba1Operands, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
         """See StateBackend."""
@@ -235,6 +266,29 @@ class GpuStates:
         return self._told[own, name]
 
 
+def _mamba2_shape(own: LayerStates, scan: Mamba2Operands, told: _Told, x: Tensor, wide: int) -> dict[str, Any]:
+    """Constants that Mamba-2's kernels take. wide: channels of a program."""
+    names = ("STATE_FORM", "X_FORM", "B_FORM", "TOTAL_FORM", "DT_FORM")
+    return {
+        "HEADS": scan.num_heads,
+        "GROUPS": scan.num_groups,
+        "SIZE": scan.head_size,
+        "WIDE": wide,
+        "STATES": scan.state_size,
+        "STATES_PADDED": padded_length(scan.state_size),
+        "CHUNK": own.chunk,
+        "BLOCK": own.block_size,
+        "PRECISION": _precision(x),
+        **dict(zip(names, told.forms, strict=True)),
+    }
+
+
+def _heads_of(scan: Mamba2Operands, num_rows: int) -> int:
+    """How many heads of a group a program decodes: as many as leave enough programs, and divide the group evenly."""
+    most = max(1, min(_DECODE_HEADS, num_rows * scan.num_heads // _DECODE_PROGRAMS))
+    return next(n for n in range(most, 0, -1) if (scan.num_heads // scan.num_groups) % n == 0)
+
+
 def _kind_of(max_query_len: int) -> str:
     """Which tiles serve rows of so many tokens at most."""
     return "decode" if max_query_len == 1 else "short" if max_query_len <= _FEW else "long"
@@ -243,8 +297,8 @@ def _kind_of(max_query_len: int) -> str:
 def _mamba2_tile(size: int, kind: str, states: int, x: Tensor) -> tuple[int, int]:
     """Channels of a head that a program takes, and its warps."""
     wide, warps = _MAMBA2_TILES[kind]
-    if x.dtype is torch.float32 and states > _MOST_STATES:
-        wide = _FEW_CHANNELS
+    if x.dtype is torch.float32 and (states > _MOST_STATES or kind == "decode"):
+        wide, warps = _FEW_CHANNELS, 8
     return min(wide, padded_length(size)), warps
 
 

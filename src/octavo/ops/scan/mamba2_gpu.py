@@ -1,4 +1,4 @@
-"""Mamba-2 over the open chunk, on a GPU: prefill, decode and verification are one kernel.
+"""Mamba-2 over the open chunk, on a GPU: prefill and verification are one kernel; for decoding see `mamba2_decode_gpu`.
 
 Owns the kernels and their order. Of a token t of a chunk, with S the state at the border and G the summed logarithms of
 what is left,
@@ -105,9 +105,8 @@ def mamba2_scan(
     TOTAL_FORM: tl.constexpr,
     DT_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
-    ADVANCE: tl.constexpr,
 ):
-    """One row of the step, one head and WIDE of its channels; TILE tokens at a time. ADVANCE: write states."""
+    """One row of the step, one head and WIDE of its channels; TILE tokens at a time."""
     row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
     head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
@@ -148,7 +147,7 @@ def mamba2_scan(
         else:
             for first in range(tl.maximum(begin, computed), tl.minimum(begin + CHUNK, end), TILE):
                 attend(fixed, asked, first + here, at, sums, steps, b, x, rounded, HEADS, SIZE, CHUNK, PRECISION)
-        if ADVANCE & (begin + CHUNK <= end):
+        if begin + CHUNK <= end:
             state = advanced(state, b, x, sums, steps, PRECISION)
             state = write_state(kept_states, begin + CHUNK, state, STATE_FORM, SIZE, CHUNK)
 

@@ -1,0 +1,114 @@
+"""Mamba-2 where every row decodes one token, on a GPU: a program streams the states of several heads.
+
+Owns the kernel. Its formula, roundings and order of sums are those of `octavo.ops.scan.mamba2_gpu`, bit for bit. What
+the heads of a group share (B, C, their product, and where the tokens of the open chunk lie) is found once a program.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.ops.compile.launch import launched
+from octavo.ops.scan.kept import PLACES, place
+
+
+@triton.jit
+def _begins(of_row, position, fresh, kept, FORM: tl.constexpr, WIDTH: tl.constexpr):
+    """Where what the tokens at `position` brought for run 0 begins: kept, or `fresh` for the last one."""
+    table, first_part, last, block = of_row
+    tl.static_assert(FORM[4] == 1, "what a token brings is one line")
+    is_old = position < last
+    where, _ = place(table, first_part, position // block, position % block, 0, is_old, FORM, WIDTH)
+    return tl.where(is_old, kept + where, fresh)
+
+
+@launched(triton.jit(do_not_specialize=PLACES))
+def mamba2_decode(
+    xbc,  # [T, channels of x, B and C]
+    xbc_row,
+    total,  # [T, HEADS] float32; dt too
+    dt,
+    skip,
+    out,  # [T, HEADS, SIZE]
+    rows,
+    query_start,
+    seq_lens,
+    state_table,
+    state_columns,
+    input_table,
+    input_columns,
+    state_kept,
+    x_kept,
+    b_kept,
+    total_kept,
+    dt_kept,
+    state_first,
+    input_first,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+    STATES: tl.constexpr,
+    STATES_PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STATE_FORM: tl.constexpr,
+    X_FORM: tl.constexpr,
+    B_FORM: tl.constexpr,
+    TOTAL_FORM: tl.constexpr,
+    DT_FORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One row, WIDE channels, and as many heads of one group as share the launch's programs evenly."""
+    row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
+    part = HEADS * tiles // tl.num_programs(0)
+    first, tile = tl.program_id(0) // tiles * part, tl.program_id(0) % tiles
+    token, end = tl.load(query_start + row).to(tl.int64), tl.load(seq_lens + row)
+    table_row = tl.load(rows + row)
+    if tl.load(query_start + row + 1) == token:  # a row of padding
+        return
+    states, last = state_table + table_row * state_columns, end - 1
+    of_row = (input_table + table_row * input_columns, input_first, last, BLOCK)
+    border = last // CHUNK * CHUNK
+    group = first // (HEADS // GROUPS)
+    channel, width, here = tile * WIDE + tl.arange(0, WIDE), tl.arange(0, STATES_PADDED), tl.arange(0, 16)
+    inside, within = channel < SIZE, width < STATES
+    fresh, at = xbc + token * xbc_row, border + tl.arange(0, CHUNK)
+    is_seen = at < end
+    b_at = _begins(of_row, at, fresh + HEADS * SIZE, b_kept, B_FORM, STATES) + group * STATES
+    x_at = _begins(of_row, at, fresh, x_kept, X_FORM, SIZE)[:, None] + channel[None, :]
+    total_at = _begins(of_row, at, total + token * HEADS, total_kept, TOTAL_FORM, 1)
+    dt_at = _begins(of_row, at, dt + token * HEADS, dt_kept, DT_FORM, 1)
+    b = tl.load(b_at[:, None] + width[None, :], mask=is_seen[:, None] & within[None, :], other=0.0)
+    first_c = HEADS * SIZE + (GROUPS + group) * STATES
+    c = tl.load(fresh + first_c + width[None, :] + 0 * here[:, None], mask=within[None, :], other=0.0)  # 16 equal rows
+    alike = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+    tl.static_assert(STATE_FORM[5] % STATES == 0, "a head's state lies in one line")
+    entry, is_open = tl.maximum(border // CHUNK - 1, 0), border > 0
+    state_channel = width[:, None] * SIZE + channel[None, :]
+    of_state = within[:, None] & inside[None, :]
+    for head in tl.range(first, first + part, num_stages=STAGES):
+        where, is_state = place(states, state_first, entry, 0, head * STATES, is_open, STATE_FORM, SIZE)
+        state = tl.load(state_kept + where + state_channel, mask=of_state & is_state, other=0.0).to(tl.float32)
+        x = tl.load(x_at + head * SIZE, mask=is_seen[:, None] & inside[None, :], other=0.0)
+        sums = tl.load(total_at + head, mask=is_seen, other=0.0)
+        steps = tl.load(dt_at + head, mask=is_seen, other=0.0)
+        own_sum = tl.load(total + token * HEADS + head)
+        own_x = tl.load(fresh + head * SIZE + channel, mask=inside, other=0.0)
+        own_skip = tl.load(skip + head)
+        left = tl.exp(tl.where(is_seen, own_sum - sums, 0.0))
+        weight = tl.where(is_seen[None, :], left[None, :] * alike * steps[None, :], 0.0).to(x.dtype)
+        result = tl.exp(own_sum) * tl.dot(c, state.to(xbc.dtype.element_ty), input_precision=PRECISION)
+        result += tl.dot(weight, x, input_precision=PRECISION)
+        result += own_skip * own_x.to(tl.float32)[None, :]
+        target = out + (token * HEADS + head) * SIZE + channel[None, :] + 0 * here[:, None]
+        tl.store(target, result.to(out.dtype.element_ty), mask=(here == 0)[:, None] & inside[None, :])
+        where, is_there = place(of_row[0], input_first, last // BLOCK, last % BLOCK, head, True, X_FORM, SIZE)
+        tl.store(x_kept + where + channel, own_x, mask=inside & is_there)
+    if (first % (HEADS // GROUPS) == 0) & (tile == 0):  # of those that share B
+        where, is_there = place(of_row[0], input_first, last // BLOCK, last % BLOCK, group, True, B_FORM, STATES)
+        own_b = tl.load(fresh + HEADS * SIZE + group * STATES + width, mask=within, other=0.0)
+        tl.store(b_kept + where + width, own_b, mask=within & is_there)
