@@ -71,6 +71,18 @@ def test_compiled_operators_have_the_bits_of_the_reference(name: str, dtype: tor
             assert torch.equal(rows.results[0], expected), len(expected)
 
 
+@pytest.mark.parametrize("num_beside", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_mamba1_of_several_tasks_a_row_has_the_bits_of_the_reference(dtype: torch.dtype, num_beside: int) -> None:
+    """The last task's channels fill no vector; an item is cut at other places under each size of block."""
+    case, options = rig.mamba1_case(dtype, 150, 5), {"beside": [rig.ATTENTION] * num_beside}
+    drawn = rig.draw_all(case, (33, 70))
+    expected, rows = rig.alone(case, ReferenceStates(), drawn, **options), rig.Rows(case, CpuStates(), drawn, **options)
+    for begin in range(0, 70, 5):
+        rows.compute({row: min(5, len(own[0]) - begin) for row, own in enumerate(drawn) if begin < len(own[0])})
+    assert all(map(torch.equal, rows.results, expected))
+
+
 @each_case
 def test_every_instruction_set_has_the_same_bits(name: str) -> None:
     case = rig.CASES[name](torch.bfloat16)

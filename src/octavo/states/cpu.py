@@ -275,6 +275,7 @@ def _kept(store: Store) -> _Kept:
     data, size = store.data, store.data.itemsize
     block, part, line = (data.stride(axis) * size for axis in range(3))
     line_size = data[0, 0, 0].numel()
+    assert line == line_size * size, "lines of a part lie behind each other"
     own = store.first_part, data.shape[1], store.blocks
     return _Kept(
         data.data_ptr(), block, part, line, data.shape[2], store.lines, line_size, *own, native.DTYPE_CODES[data.dtype]

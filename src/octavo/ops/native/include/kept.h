@@ -97,6 +97,15 @@ struct Kept {
             else narrow(values + done, reinterpret_cast<bf16*>(at) + skip, n);
         });
     }
+    // The same, and asks for as many elements behind them: the next task reads those, and they lie there.
+    void read_on(const int32_t* table, int64_t entry, int64_t offset, int64_t first, int64_t count, float* out) const {
+        const int64_t size = dtype == F32 ? 4 : 2;
+        each(table, entry, offset, first, count, [&](const char* at, int64_t skip, int64_t done, int64_t n) {
+            fetch_lines(at + (skip + n) * size, n * size);
+            if (dtype == F32) widen(reinterpret_cast<const float*>(at) + skip, out + done, n);
+            else widen(reinterpret_cast<const bf16*>(at) + skip, out + done, n);
+        });
+    }
     // Asks for the cache lines of elements [first, first + count) of an item, long before they are read.
     void fetch(const int32_t* table, int64_t entry, int64_t offset, int64_t first, int64_t count) const {
         const int64_t size = dtype == F32 ? 4 : 2;
@@ -152,13 +161,17 @@ struct Kept {
     }
 
   private:
+    // body(where a line begins, elements to skip, which one follows, how many): lines of a part lie behind each other.
     template <class Body>
     void each(const int32_t* table, int64_t entry, int64_t offset, int64_t first, int64_t count, Body body) const {
-        for (int64_t done = 0; done < count;) {
-            const int64_t line = (first + done) / line_size, skip = (first + done) % line_size;
-            const int64_t n = line_size - skip < count - done ? line_size - skip : count - done;
-            if (char* at = place(table, entry, offset, line)) body(at, skip, done, n);
+        int64_t at = offset * lines + first / line_size, skip = first % line_size;
+        for (int64_t done = 0; done < count; skip = 0) {
+            const int64_t part = first_part + at / run, line = at % run, rest = (run - line) * line_size - skip;
+            const int64_t n = rest < count - done ? rest : count - done;
+            const int64_t block = table[entry * blocks + part / per_block], slot = part % per_block;
+            if (block) body(data + block * block_bytes + slot * part_bytes + line * line_bytes, skip, done, n);
             done += n;
+            at += run - line;
         }
     }
 };
@@ -201,6 +214,9 @@ struct StateRow {
     void read(const Kept& kept, int64_t position, int64_t first, int64_t count, float* out) const {
         kept.read(inputs, position / block_size, position % block_size, first, count, out);
     }
+    void read_on(const Kept& kept, int64_t position, int64_t first, int64_t count, float* out) const {
+        kept.read_on(inputs, position / block_size, position % block_size, first, count, out);
+    }
     void write(const Kept& kept, int64_t position, int64_t first, int64_t count, const float* values) const {
         kept.write(inputs, position / block_size, position % block_size, first, count, values);
     }
@@ -225,8 +241,12 @@ struct StateRow {
             for (int64_t t = 0; t < n; ++t, from += kept.lines * kept.line_bytes, out += out_row) {
                 if (count == 1) *out = kept.dtype == F32 ? reinterpret_cast<const float*>(from)[skip]
                                                          : to_float(reinterpret_cast<const bf16*>(from)[skip]);
-                else if (kept.dtype == F32) widen(reinterpret_cast<const float*>(from) + skip, out, count);
-                else widen(reinterpret_cast<const bf16*>(from) + skip, out, count);
+                else {  // the next head's lie behind these: they are asked for
+                    const int64_t size = kept.dtype == F32 ? 4 : 2;
+                    fetch_lines(from + (skip + count) * size, count * size);
+                    if (kept.dtype == F32) widen(reinterpret_cast<const float*>(from) + skip, out, count);
+                    else widen(reinterpret_cast<const bf16*>(from) + skip, out, count);
+                }
             }
             begin += n;
         }
@@ -234,6 +254,10 @@ struct StateRow {
     // The state behind `border` tokens: elements [first, first + count); zeros at 0.
     void read_state(const Kept& kept, int64_t border, int64_t first, int64_t count, float* out) const {
         if (border) kept.read(states, border / chunk - 1, 0, first, count, out);
+        else std::memset(out, 0, 4 * count);
+    }
+    void read_state_on(const Kept& kept, int64_t border, int64_t first, int64_t count, float* out) const {
+        if (border) kept.read_on(states, border / chunk - 1, 0, first, count, out);
         else std::memset(out, 0, 4 * count);
     }
     void write_state(const Kept& kept, int64_t border, int64_t first, int64_t count, const float* values) const {
