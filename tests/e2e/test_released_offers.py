@@ -187,3 +187,12 @@ def test_P_weights_of_another_version_are_refused_by_both_values(make_llm: Make,
     text = f"its weights are of version {own!r}, yours '7'"
     assert text in caplog.text and second.engine.scheduler.stats().refusal.endswith(text)
     released(first, second)
+
+
+def test_P_3_loads_that_fail_are_counted_among_the_errors(make_llm: Make):
+    second = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_consumer", kv_load_failure_policy="recompute"))
+    told = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "transfer_id": "x", "remote_num_tokens": 32}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        told["remote_port"] = listener.getsockname()[1]
+    second.generate(PROMPTS[:1], with_transfer(PARAMS, told))
+    assert second.engine.scheduler.loads.connector.stats().num_errors == 1

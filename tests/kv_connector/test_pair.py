@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import resource
 import socket
 import threading
+import time
+from typing import cast
 
 import pytest
 
 from octavo.kv_connector.orders import Order
+from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
 from octavo.kv_connector.worker.pair import Done, Pair, TransferError
+from octavo.kv_connector.worker.ways.gloo import GlooWay
 from octavo.kv_connector.worker.ways.regions import until_read
 
 HIGH = 2000  # more than select() takes
@@ -47,3 +52,18 @@ def test_who_has_blocks_waits_for_the_reader_and_not_for_ever(pairs):
     assert not own.has_gone
     other.close()
     assert own.has_gone
+
+
+def test_P_3_a_peer_that_dies_before_the_group_is_there_is_noticed_at_once():
+    """Whoever is killed then says nothing to the store where the group was to meet; its connection ends."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        other = socket.create_connection(listener.getsockname())
+        pair = Pair(listener.accept()[0], 60.0)
+    way, started = GlooWay(cast(CacheBytes, None)), time.monotonic()
+    other.send(b"a last word")
+    assert not pair.is_broken_off
+    pair.sock.recv(100)
+    other.close()
+    with contextlib.closing(pair), pytest.raises(EOFError, match=f"{pair.peer} has closed the connection"):
+        next(way.rows(pair, way.ask(pair, 16), [1]))
+    assert time.monotonic() - started < 30 and pair.is_broken_off

@@ -174,6 +174,7 @@ class P2PWorker:
             loaded_bytes=stats.loaded_bytes,
             save_seconds=self._send_seconds,
             load_seconds=stats.load_seconds,
+            num_errors=stats.num_errors,
         )
 
     def close(self) -> None:

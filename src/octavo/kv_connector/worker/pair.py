@@ -131,6 +131,14 @@ class Pair:
         """Whether the peer has closed the connection, over which nothing is due."""
         return self.says_something(0)
 
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether the peer has closed the connection, and all that it has said was received."""
+        try:
+            return self.says_something(0) and not self.sock.recv(1, socket.MSG_PEEK)
+        except (OSError, ValueError):  # it was reset, or is closed here
+            return True
+
     def close(self) -> None:
         """Let go of the peer. May be called twice."""
         with contextlib.suppress(OSError):

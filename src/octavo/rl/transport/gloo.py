@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import distributed
 
+from octavo.rl.transport import Check, go_on
 from octavo.rl.transport.group import GroupTransport, in_time
 
 _ENDING = 1.0  # seconds in which what waits by a limit of its own may say so
 
 
-def make_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta, host: str) -> Any:
-    """A process group of gloo."""
+def make_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta, host: str, check: Check = go_on) -> Any:
+    """A process group of gloo. check: see in_time."""
     backend: Any = distributed.ProcessGroupGloo
     options = backend._Options()
     options._devices = [backend.create_device(hostname=host)]
     options._timeout = timeout
-    return in_time(lambda: backend(store, rank, size, options), timeout.total_seconds() + _ENDING)
+    return in_time(lambda: backend(store, rank, size, options), timeout.total_seconds() + _ENDING, check)
 
 
 class GlooTransport(GroupTransport):

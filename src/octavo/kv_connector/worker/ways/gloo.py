@@ -15,7 +15,6 @@ from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
 from octavo.kv_connector.worker.pair import Pair, TransferError
 from octavo.rl.transport.gloo import make_gloo
-from octavo.rl.transport.group import MakeGroup
 
 TAKES, GIVES = 0, 1  # ranks of a group of two
 
@@ -24,7 +23,6 @@ class GlooWay:
     """See Way. The side that wants blocks has the store, where the group meets; it stays while the connection does."""
 
     name = "gloo"
-    make: MakeGroup = staticmethod(make_gloo)
 
     def __init__(self, cache: CacheBytes) -> None:
         """Nobody is met."""
@@ -71,8 +69,20 @@ class GlooWay:
             return
         limit = datetime.timedelta(seconds=pair.timeout)
         with deadline(pair, "take" if rank == GIVES else "send"):
-            group = type(self).make(PrefixStore("octavo blocks", store), rank, 2, limit, pair.own_host)
+            group = self._make(pair, PrefixStore("octavo blocks", store), rank, limit)
         pair.state = Member(store, group)
+
+    def _make(self, pair: Pair, store: Any, rank: int, limit: datetime.timedelta) -> Any:
+        """Raises EOFError where the peer goes away meanwhile.
+
+        It says nothing to a store here any more, and with one that is there the store goes too.
+        """
+
+        def check() -> None:
+            if rank == TAKES and pair.is_broken_off:
+                raise EOFError(f"{pair.peer} has closed the connection")
+
+        return make_gloo(store, rank, 2, limit, pair.own_host, check)
 
     def _send(self, pair: Pair, job: Job, piece: Sequence[int]) -> None:
         rows = self._cache.host_memory(len(piece), self._cache.block_bytes)

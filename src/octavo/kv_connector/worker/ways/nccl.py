@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.distributed import BroadcastOptions
@@ -17,6 +18,7 @@ from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
 from octavo.kv_connector.worker.pair import Pair
 from octavo.kv_connector.worker.ways.gloo import GIVES, TAKES, GlooWay, Member, deadline
+from octavo.rl.transport.group import MakeGroup
 from octavo.rl.transport.nccl import make_nccl
 
 
@@ -24,7 +26,7 @@ class NcclWay(GlooWay):
     """See Way."""
 
     name = "nccl"
-    make = staticmethod(make_nccl)
+    make: MakeGroup = staticmethod(make_nccl)
 
     def __init__(self, cache: CacheBytes) -> None:
         """Nobody is met."""
@@ -39,6 +41,9 @@ class NcclWay(GlooWay):
                 rows = self._arrived(pair, len(piece))
                 with job.touching(), self._beside():
                     self._cache.scatter(piece, rows)
+
+    def _make(self, pair: Pair, store: Any, rank: int, limit: datetime.timedelta) -> Any:
+        return type(self).make(store, rank, 2, limit, pair.own_host)
 
     def _meet(self, pair: Pair, store: object, rank: int) -> None:
         if not isinstance(store, Member):
