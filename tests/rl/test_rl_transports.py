@@ -28,7 +28,7 @@ from octavo.checkpoint.loader import Target
 from octavo.rl import Sender, WeightSource
 from octavo.rl import sender as sender_module
 from octavo.rl.plan import Incoming, Staged
-from octavo.rl.session import WeightTransferError, WeightUpdateError
+from octavo.rl.session import WeightConflictError, WeightTransferError, WeightUpdateError
 from octavo.rl.transport import split
 from patience import patient
 from rl_rig import TINY
@@ -335,6 +335,55 @@ def test_a_sender_keeps_its_connection_and_sees_when_its_server_has_closed_it() 
     ]
     with pytest.raises(WeightUpdateError, match=r"begins with http:// or https://, got '127\.0\.0\.1:8000'"):
         Sender("127.0.0.1:8000", "gloo")
+
+
+def _answering(status: int, gathered: threading.Event, heard: list[tuple[str, bool]]) -> type[BaseHTTPRequestHandler]:
+    """Answers with a status, once a first buffer was gathered, and says whether that was so."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            heard.append((self.path, gathered.wait(patient(5))))
+            self.send_response(status)
+            self.send_header("Content-Length", "15")
+            self.end_headers()
+            self.wfile.write(b'{"session":"a"}')
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    return Answers
+
+
+@pytest.mark.parametrize("refuses", [True, False])
+def test_a_sender_gathers_while_its_server_answers_and_sends_nothing_to_one_that_refuses(refuses: bool) -> None:
+    """A group whose engine takes no update has nothing on its way, and is there for the next one."""
+    gathered, heard, touched = threading.Event(), list[tuple[str, bool]](), list[str]()
+
+    class Source(WeightSource):
+        def gather(self, name: str) -> Tensor:
+            gathered.set()
+            if not refuses:
+                raise RuntimeError("no gradient came")
+            return super().gather(name)
+
+    class Untouched:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_: touched.append(name)
+
+    handler = _answering(409 if refuses else 200, gathered, heard)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(server.serve_forever, 0.01)
+        try:
+            sender = Sender(f"http://127.0.0.1:{server.server_address[1]}", "gloo")
+            sender._has_met, sender._group = True, Untouched()  # type: ignore[assignment]
+            expected = (WeightConflictError, "start_weight_update answered 409") if refuses else (RuntimeError, "grad")
+            with pytest.raises(expected[0], match=expected[1]):
+                sender.send(Source({"model.norm.weight": torch.zeros(3)}))
+        finally:
+            server.shutdown()
+    assert heard == [("/start_weight_update", True), *([] if refuses else [("/abort_weight_update", True)])]
+    assert touched == ([] if refuses else ["close"])
 
 
 @pytest.mark.parametrize(("given", "order"), [(True, "qkv"), (True, "vkq"), (False, "qkv"), (False, "kqv")])

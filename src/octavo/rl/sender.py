@@ -153,6 +153,8 @@ class Sender:
         self._place = ""  # of the group, by which the engine knows whose an update is
         self._has_met = backend == "local"
         self._session: str | None = None  # what the engine calls the update that is open
+        self._opening: Callable[[], str | None] | None = None  # what waits for that, until `_open` has
+        self._is_open = False
         self._dtypes: dict[str, torch.dtype] = {}  # what the engine rounds to, by pattern
 
     def send(
@@ -170,14 +172,18 @@ class Sender:
         if not self._has_met:
             self._meet()
             self._has_met = True
-        self._session = self._engine.start_weight_update(on_running=on_running)
+        self._start(on_running)
         try:
             for part in _sources(source):
                 getattr(self, f"_send_{self._backend}")(part.rounded(self._dtypes))
+            self._open()
         except BaseException:
             with contextlib.suppress(WeightUpdateError, OSError):  # it is over already where the engine refused
-                self._engine.abort_weight_update(session=self._session)
-            self.close()
+                self._open()
+                if self._is_open:
+                    self._engine.abort_weight_update(session=self._session)
+            if self._is_open:  # else nothing was sent
+                self.close()
             raise
         self._engine.finish_weight_update(version, session=self._session)
 
@@ -213,14 +219,15 @@ class Sender:
         device = "cuda" if self._backend == "nccl" else "cpu"
         size = BUFFER_BYTES if self._backend == "nccl" else _GLOO_BYTES
         form = {"packed": True, "packed_buffer_size_bytes": size, "group": self._place}
-        message = {"update_info": {**told(incoming), **form}}
-        with _Beside(lambda: self._update(message)) as beside:
+        message, parts = {"update_info": {**told(incoming), **form}}, list(buffers(incoming, size))
+        ready = [_packed(source, parts[0], device)] if self._opening and parts else []  # while the engine answers
+        with _Beside(self._updating(message)) as beside:
             group.check = beside.check  # what the engine refuses is heard while the group waits
             sent: collections.deque[Callable[[], None]] = collections.deque()
             ahead = _GLOO_AHEAD if self._backend == "gloo" else 0  # on a device one buffer is enough
-            for part in buffers(incoming, size):
+            for part in parts:
                 beside.check()
-                packed = _packed(source, part, device)
+                packed = ready.pop() if ready else _packed(source, part, device)
                 sent.append(group.begin_broadcast(packed, part[0].name, self._timeout, len(sent)))
                 while len(sent) > (ahead if packed.numel() <= 2 * size else min(ahead, 1)):
                     sent.popleft()()
@@ -230,9 +237,31 @@ class Sender:
 
     _send_gloo = _send_nccl = _send_group
 
+    def _start(self, on_running: str) -> None:
+        """Ask the engine for an update; a server answers `_open`."""
+        self._session, self._is_open, self._opening = None, False, None
+        if isinstance(self._engine, _Server):
+            self._opening = self._engine.begin_start(on_running)
+        else:
+            self._session, self._is_open = self._engine.start_weight_update(on_running=on_running), True
+
+    def _open(self) -> str | None:
+        """Wait until the update is open; its name. Raises what the engine refuses."""
+        if self._opening is not None:
+            opening, self._opening = self._opening, None
+            self._session, self._is_open = opening(), True
+        return self._session
+
+    def _updating(self, message: Mapping[str, Any]) -> Callable[[], object]:
+        """What tells of tensors that come, in this update and no other, and waits; a server is told by now."""
+        request = {**message, "session": self._open()}
+        if isinstance(self._engine, _Server):
+            return self._engine.begin_update(request)
+        return lambda: self._engine.update_weights(request)
+
     def _update(self, message: Mapping[str, Any]) -> None:
-        """Tell of tensors that come, in this update and no other."""
-        self._engine.update_weights({**message, "session": self._session})
+        """Tell of tensors, and wait until they are there."""
+        self._updating(message)()
 
     def _send_local(self, source: WeightSource) -> None:
         for part in buffers(source.incoming, BUFFER_BYTES):
@@ -359,11 +388,19 @@ class _Server:
         return found
 
     def start_weight_update(self, *, on_running: str) -> str | None:
-        session: str | None = json.loads(self._post("start_weight_update", {"on_running": on_running})).get("session")
-        return session
+        return self.begin_start(on_running)()
 
     def update_weights(self, request: Mapping[str, Any]) -> None:
-        self._post("update_weights", request)
+        self.begin_update(request)()
+
+    def begin_start(self, on_running: str) -> Callable[[], str | None]:
+        """Ask for an update; what waits for its name."""
+        answer = self._begin("start_weight_update", {"on_running": on_running})
+        return lambda: json.loads(answer()).get("session")
+
+    def begin_update(self, request: Mapping[str, Any]) -> Callable[[], object]:
+        """Tell of tensors; what waits until they are there."""
+        return self._begin("update_weights", request)
 
     def finish_weight_update(self, weight_version: str | None, *, session: str | None = None) -> None:
         self._post("finish_weight_update", {"weight_version": weight_version, "session": session})
@@ -372,36 +409,49 @@ class _Server:
         self._post("abort_weight_update", {"session": session})
 
     def _post(self, name: str, body: Mapping[str, Any]) -> bytes:
+        return self._begin(name, body)()
+
+    def _begin(self, name: str, body: Mapping[str, Any]) -> Callable[[], bytes]:
+        """Send a request; what waits for the answer's body. Both raise WeightUpdateError."""
         headers = {"Content-Type": "application/json"}
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
         told = {key: value for key, value in body.items() if value is not None}
-        sent = f"{self._path}/{name}", json.dumps(told).encode(), headers
-        try:
-            status, said = self._exchange(*sent)
-        except (OSError, http.client.HTTPException) as error:
-            raise WeightTransferError(f"{self._url} does not answer: {error!r}") from None
-        if status >= 300:
-            text = f"{self._url}/{name} answered {status}: {said[:2000].decode(errors='replace')}"
-            raise (WeightConflictError if status == 409 else WeightUpdateError)(text)
-        return said
+        connection = self._connection()
+        with self._telling(connection):
+            connection.request("POST", f"{self._path}/{name}", json.dumps(told).encode(), headers)
 
-    def _exchange(self, path: str, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
-        """(status, body) of an answer, on the connection that the last call has left, if the server keeps it."""
-        connection = None
-        while self._idle and connection is None:
-            connection = _if_open(self._idle.pop())
-        connection = connection or self._connect()
+        def wait() -> bytes:
+            with self._telling(connection):
+                reply = connection.getresponse()
+                said = reply.read()
+            if not reply.will_close:
+                self._idle.append(connection)
+            if reply.status >= 300:
+                text = f"{self._url}/{name} answered {reply.status}: {said[:2000].decode(errors='replace')}"
+                raise (WeightConflictError if reply.status == 409 else WeightUpdateError)(text)
+            return said
+
+        return wait
+
+    @contextlib.contextmanager
+    def _telling(self, connection: http.client.HTTPConnection) -> Iterator[None]:
+        """What goes wrong on a connection ends it, and is told."""
         try:
-            connection.request("POST", path, body, headers)
-            reply = connection.getresponse()
-            said = reply.read()
-        except BaseException:
+            yield
+        except BaseException as error:
             connection.close()
+            if isinstance(error, OSError | http.client.HTTPException):
+                raise WeightTransferError(f"{self._url} does not answer: {error!r}") from None
             raise
-        if not reply.will_close:
-            self._idle.append(connection)
-        return reply.status, said
+
+    def _connection(self) -> http.client.HTTPConnection:
+        """The one that the last call has left, if the server keeps it."""
+        while self._idle:
+            connection = _if_open(self._idle.pop())
+            if connection is not None:
+                return connection
+        return self._connect()
 
 
 def _if_open(connection: http.client.HTTPConnection) -> http.client.HTTPConnection | None:
