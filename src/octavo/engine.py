@@ -32,6 +32,7 @@ from octavo.worker.executor import Executor, PendingResult, ask, ask_beside
 if TYPE_CHECKING:
     from octavo.sched.scheduler import Scheduler
 
+TRANSFER_SECONDS = 5.0  # that a cache which is to be forgotten waits for transfers that need nobody else
 _Reply = TypeVar("_Reply")
 
 
@@ -101,13 +102,13 @@ class EngineCore:
         self.gate = pause.Gate()
         self._held: list[RequestUpdate] = []  # of steps that a pause has waited for; the next step tells them
         self._later: list[Request] = []  # that came while a pause waits for others
-        self._settling: list[Future[bytes]] = []  # who waits for the end of such a pause
+        self._settling = pause.Askers()  # who wait for the end of such a pause
         self.weights = WeightUpdates(self, self.gate, hold_timeout=session_timeout or HOLD_TIMEOUT)
         self._calls: dict[str, Callable[[bytes], bytes | Future[bytes]]] = {
             "reset_prefix_cache": _call(pause.ResetOrder, self._reset),
             "standing": lambda _: msgspec.msgpack.encode(self.standing()),
             "pause": _call(pause.PauseOrder, self._pause),
-            "settled": lambda _: self._settled(),
+            "settled": lambda _: self._settling.add(),
             "resume": lambda _: msgspec.msgpack.encode(self._resume()),
             "check_sleep": _call(pause.SleepOrder, self._check_sleep),
             "sleep": _call(pause.SleepOrder, self._sleep),
@@ -302,7 +303,7 @@ class EngineCore:
         started = time.perf_counter()
         self._drain_inbox()
         if self._settling and not (self.gate.draining or self._held):  # all was told by the step before
-            self._tell_settled()
+            self._settling.tell(msgspec.msgpack.encode(self.standing()))
         if not self.gate.is_open:
             self.weights.expire()
             if self.gate.draining:  # what it waits for may have been ended
@@ -366,20 +367,6 @@ class EngineCore:
             success=success and not refused,
         )
 
-    def _settled(self) -> Future[bytes]:
-        """How the engine stands behind a pause that waits; at once, where there is none."""
-        answer = Future[bytes]()
-        self._settling.append(answer)
-        if self.standing().settled:
-            self._tell_settled()
-        return answer
-
-    def _tell_settled(self) -> None:
-        answers, self._settling = self._settling, []
-        for answer in answers:
-            if not answer.done():  # who asked may have left
-                answer.set_result(msgspec.msgpack.encode(self.standing()))
-
     def settle(self) -> None:
         """Wait for the steps that run; the next step tells their results."""
         while self._in_flight:
@@ -436,10 +423,14 @@ class EngineCore:
         return msgspec.msgpack.encode(self.scheduler.loads.connector.release(transfer_ids))
 
     def _forget_cache(self) -> bool:
-        """Whatever runs is computed again. False while a transfer holds blocks."""
+        """Whatever runs is computed again. False while a transfer holds blocks that does not end by itself in time."""
         self.settle()
         self._held += self.scheduler.take_loads()  # no step may look for what has ended
         self.scheduler.recompute()
+        until = time.monotonic() + TRANSFER_SECONDS
+        while self.scheduler.loads.end_by_themselves and time.monotonic() < until:
+            self.scheduler.loads.wait()
+            self._held += self.scheduler.take_loads()
         return self.scheduler.reset_prefix_cache()
 
     def _check_sleep(self, order: pause.SleepOrder) -> pause.Standing:

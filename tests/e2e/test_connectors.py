@@ -14,7 +14,7 @@ import random_models
 from engine_checks import GOOD_PROMPT, assert_idle
 from octavo import LLM, SamplingParams
 from octavo.config.settings import ConfigError
-from octavo.kv_connector import ConnectorStats
+from octavo.kv_connector import NO_RESULTS, ConnectorStats
 from octavo.kv_connector.worker.block_files import BlockFiles
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.sched.work import SchedulerStats
@@ -391,3 +391,33 @@ def test_a_load_that_is_cut_short_ends_where_all_that_is_read_is_there(make_llm:
     assert said(llm, preempted=True) == expected
     stats, _ = settle(llm)
     assert stats.num_preemptions == 1 and stats.num_loaded_tokens == 32
+
+
+@pytest.mark.parametrize("move", ["sleep", "reset", "pause"])
+def test_what_forgets_the_cache_waits_for_saves(move: str, make_llm: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that are being copied are free a moment later: nobody is refused for that, and nobody asks twice."""
+    llm = make_llm(max_model_len=512, kv_transfer_config=host(), enable_sleep_mode=True)
+    (expected,) = make_llm(max_model_len=512).generate([PROMPTS[0]], PARAMS[0])
+    connector = llm.engine.scheduler.loads.connector
+    take, num_looks = connector.take_results, list[None]()
+
+    def late() -> Any:
+        num_looks.append(None)
+        return take() if len(num_looks) % 20 == 0 else NO_RESULTS
+
+    monkeypatch.setattr(connector, "take_results", late)
+    stream = llm.stream(PROMPTS[0], PARAMS[0])
+    parts = [next(stream) for _ in range(3)]
+    assert llm.engine.scheduler.loads.keeps_blocks, "a save is under way"
+    if move == "sleep":
+        llm.sleep(1, "keep")
+        assert llm.wake_up()
+    elif move == "pause":
+        llm.pause_generation("keep", clear_cache=True)
+        llm.resume_generation()
+    else:
+        assert llm.reset_prefix_cache(reset_running_requests=True)
+    assert not llm.engine.scheduler.loads.keeps_blocks and len(num_looks) >= 20
+    parts += list(stream)
+    assert [token for part in parts for token in part.outputs[0].token_ids] == expected.outputs[0].token_ids
+    settle(llm)

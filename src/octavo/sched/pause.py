@@ -8,6 +8,7 @@ changes nothing and says which state forbids it; steps are planned only while no
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import msgspec
 
@@ -69,6 +70,30 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     num_unfinished: int = 0
     refused: str = ""  # why the move was not made
     success: bool = True  # of a reset of the cache
+
+
+class Askers:
+    """Who wait for the end of a pause that waits. What they are answered with comes at the next `tell`."""
+
+    def __init__(self) -> None:
+        """Nobody."""
+        self._answers: list[Future[bytes]] = []
+
+    def __bool__(self) -> bool:
+        """Whether somebody waits."""
+        return bool(self._answers)
+
+    def add(self) -> Future[bytes]:
+        """One more."""
+        self._answers.append(Future())
+        return self._answers[-1]
+
+    def tell(self, text: bytes) -> None:
+        """Answer all of them."""
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            if not answer.done():  # who asked may have left
+                answer.set_result(text)
 
 
 class Gate:

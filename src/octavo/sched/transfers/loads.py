@@ -106,6 +106,11 @@ class Loads:
         offers = self.connector.offers or len(others) < len(self._underway)
         return offers and all(self.connector.offers and entry.begun and not entry.loads for entry in others)
 
+    @property
+    def end_by_themselves(self) -> bool:
+        """Whether there are transfers that wait for nobody else."""
+        return bool(self._underway) and not self.are_on_offer
+
     def figures(self) -> dict[str, Any]:
         """What SchedulerStats says of transfers."""
         return {"num_loading": self.num_loading, **dataclasses.asdict(self.stats)}
