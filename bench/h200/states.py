@@ -238,6 +238,21 @@ def candidates(counts: Sequence[int], computed: int) -> str:
     return f"us: {', '.join(found)}"
 
 
+def walks(counts: Sequence[int]) -> str:
+    """Microseconds of Mamba-2's prompts: (channels, warps, stages) of a walk, and without walks."""
+    from octavo.states import gpu
+
+    before, found = (gpu._WALK_STAGES, gpu._WALKED, gpu._MAMBA2_TILES[gpu._WALKING]), []
+    for wide, warps, stages in ((64, 8, 3), (32, 4, 3), (64, 4, 3), (64, 8, 1)):
+        gpu._WALK_STAGES, gpu._MAMBA2_TILES[gpu._WALKING] = stages, (wide, warps)
+        with contextlib.suppress(Exception):  # it needs more shared memory than there is
+            found.append(f"{wide}x{warps} {stages} stages {timed('mamba2', counts, 0)[0]:.0f}")
+    gpu._WALKED = ()
+    found.append(f"none {timed('mamba2', counts, 0)[0]:.0f}")
+    gpu._WALK_STAGES, gpu._WALKED, gpu._MAMBA2_TILES[gpu._WALKING] = before
+    return f"us: {', '.join(found)}"
+
+
 @contextlib.contextmanager
 def compiled() -> Iterator[list[str]]:
     """Names of the kernels that Triton compiles within, and does not find on disk."""
@@ -302,8 +317,11 @@ def main() -> None:
                 for num_rows in (2,) if DRY else (64, 256):
                     given = [1] * num_rows, 70 if DRY else 160
                     attempt(f"candidates {name} decode {num_rows}", candidates, *given)
+                for counts in ([70],) if DRY else ([8192], [512] * 16):
+                    attempt(f"walks {name} {len(counts)} x {counts[0]}", walks, counts)
             attempt(f"tiles {name} decode 64", tiles, name, "decode", [1] * (2 if DRY else 64), 70 if DRY else 1056)
-            attempt(f"tiles {name} prefill", tiles, name, "long", [33 if DRY else 4000] * (1 if DRY else 2), 0)
+            if name == "delta":  # the other's are above
+                attempt(f"tiles {name} prefill", tiles, name, "long", [33 if DRY else 4000] * (1 if DRY else 2), 0)
     if "engine" in sys.argv:
         for dtype in ("bfloat16", "float32"):
             attempt(f"engine {dtype}", engine, dtype)

@@ -239,6 +239,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         (
             "scan.mamba2_gpu.mamba2_scan",
             "scan.mamba2_decode_gpu.mamba2_decode",
+            "scan.mamba2_walk_gpu.mamba2_walk",
             "scan.mamba2_gpu.mamba2_advance",
         ),
     ),

@@ -13,6 +13,7 @@ from octavo.layers.recurrent import GatedDeltaRule, ShortConvolution, state_spec
 from octavo.rl.autograd import recurrent
 from octavo.rl.autograd.recurrent import DeltaSizes, gated_delta, short_conv
 from octavo.rl.pack import Pack
+from octavo.states import gpu
 from octavo.states.base import StateBackend
 from octavo.states.gpu import GpuStates
 from octavo.states.reference import ReferenceStates
@@ -48,6 +49,13 @@ def move(case: rig.Case, device: str) -> None:
 
 def interpreted(name: str) -> None:
     check_results("cpu", name, torch.float32, (1, 17, 70, 140), 80 if name != "mamba1" else 20)
+
+
+def walked() -> None:
+    """Prompts of Mamba-2 that begin at borders, which only 16-bit types walk on a GPU, and the same cut elsewhere."""
+    with unittest.mock.patch.object(gpu, "_WALKED", (torch.float32,)):
+        check_results("cpu", "mamba2", torch.float32, (64, 200), 400)
+        check_results("cpu", "mamba2", torch.float32, (70, 140), 64)
 
 
 def packed_sequences() -> None:
@@ -93,4 +101,8 @@ def check_decoding(device: str, name: str, dtype: torch.dtype, sizes: tuple[int,
 _DECODED = {
     f"{name} decodes": lambda name=name: check_decoding("cpu", name, torch.float32) for name in ("delta", "mamba2")
 }
-INTERPRETED = {name: lambda name=name: interpreted(name) for name in MAKERS} | _DECODED | {"a pack": packed_sequences}
+INTERPRETED = (
+    {name: lambda name=name: interpreted(name) for name in MAKERS}
+    | _DECODED
+    | {"a pack": packed_sequences, "mamba2 walks": walked}
+)

@@ -20,6 +20,7 @@ from octavo.ops.scan.kept import Form, form_of
 from octavo.ops.scan.mamba1_gpu import mamba1_scan
 from octavo.ops.scan.mamba2_decode_gpu import mamba2_decode
 from octavo.ops.scan.mamba2_gpu import mamba2_advance, mamba2_scan
+from octavo.ops.scan.mamba2_walk_gpu import mamba2_walk
 from octavo.states import composed
 from octavo.states.base import LayerStates
 from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
@@ -27,8 +28,10 @@ from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
 _HEADS = 32  # of a program that sums gates
 _FEW = 16  # tokens of a row that are a short step
 # Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
-_ADVANCING = "advance"
-_MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _ADVANCING: (32, 8)}
+_ADVANCING, _WALKING = "advance", "walk"
+_MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING: (64, 8), _ADVANCING: (32, 8)}
+# Of Mamba-2's prompts: chunks that are on their way or used; types whose chunks are walked, for float32 would spill.
+_WALK_STAGES, _WALKED = 3, (torch.bfloat16, torch.float16)
 # Of Mamba-2 where rows decode: heads of a program at most, programs that keep a GPU busy, heads whose states are on
 # their way or used, registers of a thread (three programs of four warps a processor).
 _DECODE_HEADS, _DECODE_PROGRAMS, _DECODE_STAGES, _DECODE_REGISTERS = 8, 1024, 2, 168
@@ -176,9 +179,15 @@ class GpuStates:
             )
             self._advance_mamba2(own, told, scan, xbc)
             return out
+        walks = step.max_query_len > _FEW and is_whole and xbc.dtype in _WALKED
+        if walks:  # rows that begin at a border
+            wide, own_warps = _mamba2_tile(size, _WALKING, states, xbc)
+            options = shape | {"WIDE": wide, "STAGES": _WALK_STAGES, "num_warps": own_warps}
+            mamba2_walk[scan.num_heads * -(-size // wide), num_rows](*given, **options, num_stages=1, **_PLAIN)
         mamba2_scan[scan.num_heads * tiles, num_rows](
             *given,
             **shape,
+            WALKED=walks,
             TILE=16 if step.max_query_len <= _FEW else own.chunk,
             num_warps=warps,
             num_stages=1,

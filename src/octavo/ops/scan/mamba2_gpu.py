@@ -105,13 +105,19 @@ def mamba2_scan(
     TOTAL_FORM: tl.constexpr,
     DT_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    WALKED: tl.constexpr,
 ):
-    """One row of the step, one head and WIDE of its channels; TILE tokens at a time."""
+    """One row of the step, one head and WIDE of its channels; TILE tokens at a time.
+
+    WALKED: rows that begin at a border are another kernel's.
+    """
     row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
     head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
     computed = end - (tl.load(query_start + row + 1) - token)
     if (computed >= end) | (computed < 0):  # nothing, or a row of padding
+        return
+    if WALKED and computed % CHUNK == 0:
         return
     table_row = tl.load(rows + row)
     states = state_table + table_row * state_columns

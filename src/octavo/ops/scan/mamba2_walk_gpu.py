@@ -1,0 +1,160 @@
+"""Mamba-2 over prompts, on a GPU: one program walks the chunks of a row, and asks for the next one's tokens ahead.
+
+Owns the kernel. Its formula, roundings and order of sums are those of `octavo.ops.scan.mamba2_gpu`, bit for bit. It
+serves rows whose step begins at a border: their tokens are the step's own, and no table of inputs is read.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from octavo.ops.compile.launch import launched
+from octavo.ops.scan.kept import PLACES, keep, place
+
+
+@triton.jit
+def kept_state(told, border, FORM: tl.constexpr, SIZE: tl.constexpr, STATES: tl.constexpr, CHUNK: tl.constexpr):
+    """(where the state of a head behind `border` tokens begins, whether it is kept): one line holds it whole.
+
+    told: (what is kept, the row's table of states, the layer's first part, head).
+    """
+    kept, table, first_part, head = told
+    tl.static_assert(FORM[5] % STATES == 0, "a head's state lies in one line")
+    entry = tl.maximum(border // CHUNK - 1, 0)
+    where, is_there = place(table, first_part, entry, 0, head * STATES, border > 0, FORM, SIZE)
+    return kept + where, is_there
+
+
+@triton.jit
+def asked(source, inside, ALL: tl.constexpr):
+    """[places, channels]: 0 outside. ALL: everything is inside."""
+    if ALL:  # a mask would take registers
+        return tl.load(source)
+    else:
+        return tl.load(source, mask=inside[None, :], other=0.0)
+
+
+@triton.jit
+def results(c, b, x, rounded, sums, steps, skip, PRECISION: tl.constexpr):
+    """[places, channels] of the tokens of a chunk, in float32."""
+    here = tl.arange(0, sums.shape[0])
+    is_seen = here[:, None] >= here[None, :]
+    left = tl.exp(tl.where(is_seen, sums[:, None] - sums[None, :], 0.0))
+    weight = left * tl.dot(c, tl.trans(b), input_precision=PRECISION) * steps[None, :]
+    weight = tl.where(is_seen, weight, 0.0).to(x.dtype)
+    result = tl.exp(sums)[:, None] * tl.dot(c, rounded, input_precision=PRECISION)
+    result += tl.dot(weight, x, input_precision=PRECISION)
+    result += skip * x.to(tl.float32)
+    return result
+
+
+@triton.jit
+def behind(state, b, x, sums, steps, last, PRECISION: tl.constexpr):
+    """The state behind a whole chunk whose last sum is `last`, not rounded."""
+    weighted = (b.to(tl.float32) * (tl.exp(last - sums) * steps)[:, None]).to(x.dtype)
+    return tl.exp(last) * state + tl.dot(tl.trans(weighted), x, input_precision=PRECISION)
+
+
+@triton.jit
+def put(
+    told, border, state, at, inside, FORM: tl.constexpr, SIZE: tl.constexpr, STATES: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Keep the state behind `border` tokens, if the table does; and it as it is kept, rounded."""
+    goal, is_there = kept_state(told, border, FORM, SIZE, STATES, CHUNK)
+    rounded = state.to(told[0].dtype.element_ty)
+    if is_there:
+        tl.store(goal + at, rounded, mask=inside)
+    return rounded.to(tl.float32)
+
+
+@launched(triton.jit(do_not_specialize=PLACES))
+def mamba2_walk(
+    xbc,  # [T, channels of x, B and C]
+    xbc_row,
+    total,  # [T, HEADS] float32; dt too
+    dt,
+    skip,
+    out,  # [T, HEADS, SIZE]
+    rows,
+    query_start,
+    seq_lens,
+    state_table,
+    state_columns,
+    input_table,
+    input_columns,
+    state_kept,
+    x_kept,
+    b_kept,
+    total_kept,
+    dt_kept,
+    state_first,
+    input_first,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+    STATES: tl.constexpr,
+    STATES_PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STATE_FORM: tl.constexpr,
+    X_FORM: tl.constexpr,
+    B_FORM: tl.constexpr,
+    TOTAL_FORM: tl.constexpr,
+    DT_FORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One row whose step begins at a border, one head and WIDE of its channels."""
+    row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
+    head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    token, end = tl.load(query_start + row), tl.load(seq_lens + row)
+    computed = end - (tl.load(query_start + row + 1) - token)
+    if (computed >= end) | (computed < 0) | (computed % CHUNK > 0):  # nothing, padding, or begun within a chunk
+        return
+    table_row = tl.load(rows + row)
+    told = (state_kept, state_table + table_row * state_columns, state_first, head)
+    of_row = (input_table + table_row * input_columns, input_first, token, computed, end, BLOCK)
+    group = head // (HEADS // GROUPS)
+    channel, width, places = tile * WIDE + tl.arange(0, WIDE), tl.arange(0, STATES_PADDED), tl.arange(0, CHUNK)
+    inside, within = channel < SIZE, width < STATES
+    first_b = HEADS * SIZE + group * STATES
+    bs, xs = (xbc, xbc_row, first_b, b_kept), (xbc, xbc_row, head * SIZE, x_kept)
+    own_skip = tl.load(skip + head)
+    at_state, in_state = width[:, None] * SIZE + channel[None, :], within[:, None] & inside[None, :]
+    source, is_stored = kept_state(told, computed, STATE_FORM, SIZE, STATES, CHUNK)
+    state = tl.load(source + at_state, mask=in_state & is_stored, other=0.0).to(tl.float32)
+
+    # The inputs of the last two chunks, of which the last may be open: those before are kept by no table.
+    begin = tl.maximum(computed, (end - 1) // CHUNK * CHUNK - CHUNK)
+    while begin < end:
+        at = begin + places
+        is_new = ((at >= computed) & (at < end))[:, None]
+        fresh = (xbc + (token + at - computed).to(tl.int64) * xbc_row)[:, None]
+        x = tl.load(fresh + (head * SIZE + channel)[None, :], mask=is_new & inside[None, :], other=0.0)
+        keep(xs, of_row, at, head, channel, x, is_new & inside[None, :], X_FORM, SIZE)
+        if (head % (HEADS // GROUPS) == 0) & (tile == 0):  # of those that share B
+            b = tl.load(fresh + (first_b + width)[None, :], mask=is_new & within[None, :], other=0.0)
+            keep(bs, of_row, at, group, width, b, is_new & within[None, :], B_FORM, STATES)
+        begin += CHUNK
+
+    for begin in tl.range(computed, end, CHUNK, num_stages=STAGES):
+        left = end - begin
+        fresh = (token + begin - computed).to(tl.int64)
+        here = tl.minimum(places, left - 1)  # of tokens that are not there nothing comes into a result
+        line = xbc + fresh * xbc_row + here[:, None] * xbc_row
+        c = asked(line + (first_b + GROUPS * STATES + width)[None, :], within, STATES == STATES_PADDED)
+        b = asked(line + (first_b + width)[None, :], within, STATES == STATES_PADDED)
+        x = asked(line + (head * SIZE + channel)[None, :], inside, SIZE % WIDE == 0)
+        sums = tl.load(total + fresh * HEADS + head + here * HEADS)
+        steps = tl.load(dt + fresh * HEADS + head + here * HEADS)
+        last = tl.load(total + fresh * HEADS + head + tl.minimum(CHUNK - 1, left - 1) * HEADS)
+        rounded = state.to(xbc.dtype.element_ty)
+        y = results(c, b, x, rounded, sums, steps, own_skip, PRECISION)
+        goal = out + (fresh * HEADS + head) * SIZE + (places * (HEADS * SIZE))[:, None] + channel[None, :]
+        tl.store(goal, y.to(out.dtype.element_ty), mask=(places < left)[:, None] & inside[None, :])
+        state = behind(state, b, x, sums, steps, last, PRECISION)  # of an open chunk nobody reads it
+        if left >= CHUNK:
+            state = put(told, begin + CHUNK, state, at_state, in_state, STATE_FORM, SIZE, STATES, CHUNK)
