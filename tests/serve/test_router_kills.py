@@ -32,11 +32,19 @@ HEALTH = ("--health-interval", "0.2", "--health-timeout", "1.5", "--connect-time
 DEADLINE = 6 * (0.2 + 1.5 + 1.5) + 3 * 2.0 + 2 * LONGEST_STOP
 PROMPTS = [f"def number_{index}(a, b):\n    return " * 9 for index in range(6)]
 BASE = {"max_tokens": 24, "temperature": 0.8, "seed": 7, "logprobs": 1}
-ASKED: list[dict[str, Any]] = [
-    *({**BASE, "prompt": prompt} for prompt in PROMPTS),
-    *({**BASE, "prompt": prompt, "stream": True, "max_tokens": 60} for prompt in PROMPTS),
-    {**BASE, "prompt": PROMPTS[:3]},
-    {**BASE, "prompt": "x", "temperature": 0.0},
+WORDS = {"temperature": 0.8, "seed": 7, "max_output_tokens": 60, "ignore_eos": True}
+IDS = [3 + (7 * index) % 200 for index in range(90)]
+THEIRS = {"temperature": 0.8, "sampling_seed": 7, "max_new_tokens": 24, "ignore_eos": True}
+ASKED: list[tuple[str, dict[str, Any]]] = [
+    *(("/v1/completions", {**BASE, "prompt": prompt}) for prompt in PROMPTS),
+    *(("/v1/completions", {**BASE, "prompt": prompt, "stream": True, "max_tokens": 60}) for prompt in PROMPTS),
+    ("/v1/completions", {**BASE, "prompt": PROMPTS[:3]}),
+    ("/v1/completions", {**BASE, "prompt": "x", "temperature": 0.0}),
+    ("/v1/responses", {**WORDS, "input": PROMPTS[0]}),
+    *(("/v1/responses", {**WORDS, "input": prompt, "stream": True}) for prompt in PROMPTS[1:4]),
+    ("/inference/v1/generate", {"token_ids": IDS, "sampling_params": BASE}),
+    ("/inference/v1/generate", {"token_ids": IDS[1:], "sampling_params": {**BASE, "max_tokens": 60}, "stream": True}),
+    ("/generate", {"text": PROMPTS[2:4], "sampling_params": THEIRS}),
 ]
 
 
@@ -187,14 +195,15 @@ class Client:
         return self.cluster.router in self.cluster.at_work
 
     def _try(self, index: int) -> str:
-        status, body = self.cluster.router.ask("POST", "/v1/completions", ASKED[index], timeout=DEADLINE)
+        path, asked = ASKED[index]
+        status, body = self.cluster.router.ask("POST", path, asked, timeout=DEADLINE)
         if status == 503:
             return "503"
         if status != 200:
             self.wrong.append(f"{index}: {status} {body}")
             return "another status"
-        if not ASKED[index].get("stream"):
-            if body["choices"] != self.expected[index]:
+        if not asked.get("stream"):
+            if content(body) != self.expected[index]:
                 self.wrong.append(f"{index}: {body}")
             return "answered"
         text, end = read_events(body)
@@ -206,29 +215,39 @@ class Client:
 
 
 def read_events(body: str) -> tuple[str, str]:
-    """The text of a stream, and how it ended."""
+    """The text, or the ids, of a stream, and how it ended."""
     text, end = "", "cut"
     for line in body.splitlines():
         if line == "data: [DONE]":
             end = "done"
         elif line.startswith("data: "):
             event = json.loads(line[6:])
-            end = "error" if "error" in event else end
-            text += "".join(choice["text"] for choice in event.get("choices", ()))
+            end = "error" if event.get("error") else end
+            end = "done" if event.get("type") in ("response.completed", "response.incomplete") else end
+            text += event["delta"] if event.get("type") == "response.output_text.delta" else ""
+            for choice in event.get("choices", ()):
+                text += choice["text"] if "text" in choice else "".join(f"{token} " for token in choice["token_ids"])
     return text, end
 
 
-def plain(process: Process, asked: dict[str, Any]) -> Any:
+def content(body: Any) -> Any:
+    """What of a whole answer does not depend on who gave it, and when."""
+    if isinstance(body, list):
+        return [(each["text"], each["output_ids"]) for each in body]
+    return body["choices"] if "choices" in body else [part["text"] for part in body["output"][-1]["content"]]
+
+
+def plain(process: Process, asked: dict[str, Any], path: str = "/v1/completions") -> Any:
     """What one engine alone answers."""
-    status, body = process.ask("POST", "/v1/completions", asked)
+    status, body = process.ask("POST", path, asked)
     assert status == 200, body
-    return read_events(body)[0] if asked.get("stream") else body["choices"]
+    return read_events(body)[0] if asked.get("stream") else content(body)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_D_4_D_8_kills_at_random_places_lose_no_request_and_all_comes_back(cluster: Cluster) -> None:
-    expected = [plain(cluster.decode[0], asked) for asked in ASKED]
+    expected = [plain(cluster.decode[0], asked, path) for path, asked in ASKED]
     clients = [Client(cluster, expected, seed) for seed in range(NUM_CLIENTS)]
     stop, dice, began = threading.Event(), random.Random(NUM_KILLS), time.monotonic()
     threads = [threading.Thread(target=client.run, args=(stop,)) for client in clients]
