@@ -11,7 +11,7 @@ export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1
 part=${1:-all}
 if [ "$part" = 1 ] || [ "$part" = all ]; then
   timeout 240 "$PY" -m pytest -q -m gpu -n 10 --dist loadgroup tests/gpu/test_families_gpu.py \
-    -k "Qwen3-Next or Qwen3.5 or LFM or Granite or Bamba or Nemotron or Falcon or Jamba" > "$OUT/hybrids.log" 2>&1
+    -k "Qwen3-Next or Qwen3.5 or LFM or Granite or Bamba or Nemotron or Mamba or Falcon or Jamba" > "$OUT/hybrids.log" 2>&1
   echo "hybrid families: $(tail -1 "$OUT/hybrids.log")"; grep -E "^(FAILED|ERROR)|^E  " "$OUT/hybrids.log" | cut -c1-200 | head -30
 fi
 if [ "$part" = 2 ] || [ "$part" = all ]; then

@@ -17,7 +17,7 @@ from hybrid_configs import HYBRIDS
 from model_rig import make_reference
 
 PROMPTS = token_prompts(1, 17, 40, 64, 90, 130, 201, 33, 65)
-FAMILIES = ("qwen3-next", "lfm2", "lfm2-moe", "lfm3", "granite4", "nemotron-h", "falcon-h1", "jamba")
+FAMILIES = ("qwen3-next", "lfm2", "lfm2-moe", "lfm3", "mamba2", "granite4", "nemotron-h", "falcon-h1", "jamba")
 SETTINGS: dict[str, dict[str, Any]] = {
     "pieces of 7": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
     "hits": {"enable_prefix_caching": True},

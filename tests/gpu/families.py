@@ -66,6 +66,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite 4": ("granite4", {**MAMBA2, "num_attention_heads": 2}),
     "Bamba": ("bamba", {**MAMBA2, "num_attention_heads": 2}),
     "Nemotron-H": ("nemotron-h", {"head_dim": 64, "mamba_head_dim": 64, "ssm_state_size": 64}),
+    "Mamba-2": (
+        "mamba2",
+        {"hidden_size": 128, "num_heads": 4, "head_dim": 64, "state_size": 64, "max_position_embeddings": None},
+    ),
     "Falcon-H1": ("falcon-h1", {**MAMBA2, "head_dim": 64, "mamba_d_ssm": 256, "num_hidden_layers": 4}),
     "Jamba": ("jamba", {"hidden_size": 128, "num_attention_heads": 2}),
 }  # fmt: skip
@@ -95,6 +99,7 @@ ARCHITECTURES = {
     "GraniteMoeHybridForCausalLM": "Granite 4",
     "BambaForCausalLM": "Bamba",
     "NemotronHForCausalLM": "Nemotron-H",
+    "Mamba2ForCausalLM": "Mamba-2",
     "FalconH1ForCausalLM": "Falcon-H1",
     "JambaForCausalLM": "Jamba",
     "Gemma3ForCausalLM": "Gemma 3",

@@ -27,6 +27,16 @@ NEMOTRON = {
     "moe_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 40,
 }
+PURE_MAMBA2 = {
+    "max_position_embeddings": None,
+    "intermediate_size": None,
+    "num_attention_heads": None,
+    "num_key_value_heads": None,
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_size": 24,
+    "n_groups": 2,
+}
 FALCON = {**MAMBA2, "mamba_d_ssm": 128, "num_hidden_layers": 3}
 JAMBA = {"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4, "mamba_dt_rank": 5, "mamba_d_state": 8}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -143,6 +153,15 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_bias": True, "mlp_bias": True, "n_groups": 1,
         },
     ),
+    "mamba2": ("Mamba2", PURE_MAMBA2),
+    "mamba2-biased": (
+        "Mamba2",
+        {
+            **PURE_MAMBA2, "use_bias": True, "n_groups": 4, "conv_kernel": 3, "time_step_limit": [0.01, 2.0],
+            "expand": 3, "head_dim": 24, "tie_word_embeddings": True,
+        },
+    ),
+    "mamba2-one-group": ("Mamba2", {**PURE_MAMBA2, "use_conv_bias": False, "n_groups": 1, "num_hidden_layers": 2}),
     "falcon-h1": (
         "FalconH1",
         {

@@ -51,6 +51,7 @@ def test_every_known_architecture_has_a_model() -> None:
     for name in ARCHITECTURES:
         more = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if "Moe" in name else {}
         more |= {"layer_types": ["conv"] * 4} if "Lfm2Moe" in name else {}
+        more |= {"head_dim": 16, "num_heads": 8} if name == "Mamba2ForCausalLM" else {}
         assert ARCHITECTURES.resolve(name) is not None
         assert family(name, **more).name == name
 

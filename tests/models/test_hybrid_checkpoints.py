@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from hybrid_rig import HybridRig
 from loading import load_model
-from model_rig import Case
+from model_rig import Case, make_reference
+from octavo import LLM, SamplingParams
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.config_reader.checkpoint import arch_from_config, read_arch
 
@@ -132,6 +133,9 @@ def test_nemotron_h_knows_two_names_of_a_field() -> None:
         ("GraniteMoeHybridForCausalLM", {"mamba_n_heads": 4, "time_step_limit": [2, 1]}, r"time_step_limit=\[2, 1\]"),
         ("BambaForCausalLM", {"mamba_n_heads": 7}, "mamba_n_heads=7 .heads of 128 channels in 1 groups must be equal"),
         ("JambaForCausalLM", {"attn_layer_offset": 9}, "attn_layer_offset=9"),
+        ("Mamba2ForCausalLM", {}, r"head_dim=64 .num_heads=128 of 128 channels need 1\)"),
+        ("Mamba2ForCausalLM", {"num_heads": 2, "n_groups": 3}, r"n_groups=3 .an integer from 1 to 2"),
+        ("Mamba2ForCausalLM", {"num_heads": 2, "hidden_act": "relu"}, 'hidden_act="relu" .a state'),
     ],
 )
 def test_what_is_not_understood_is_refused_in_one_line(name: str, changes: dict[str, Any], message: str) -> None:
@@ -179,3 +183,16 @@ def test_the_text_half_of_a_larger_checkpoint(tiny_case: Callable[[str], Case], 
     save_file(held, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model.layers.2.mlp.experts.0.down_proj.weight: expected"):
         load_model(read_arch(tmp_path), tmp_path, torch.float32)
+
+
+def test_a_model_that_never_attends_tells_its_plan_and_answers(tmp_path: Path) -> None:
+    """Mamba-2's config names no greatest length: a request has 8,192 tokens unless more are asked for."""
+    make_reference("mamba2").save_pretrained(tmp_path)
+    with LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True, max_num_seqs=2) as llm:
+        assert "max_model_len=8192" in llm.engine.memory.table()
+        assert "; of blocks of 16 tokens, no layer attends." in llm.engine.memory.table()
+        params = SamplingParams(max_tokens=3, temperature=0.0, detokenize=False)
+        (output,) = llm.generate([{"prompt_token_ids": [3, 5, 7] * 40}], params, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 3
+    with pytest.raises(ValueError, match="2000000"):
+        LLM(str(tmp_path), dtype="float32", skip_tokenizer_init=True, max_model_len=2_000_000)

@@ -86,7 +86,8 @@ def test_H_6_logits_of_prompts_and_token_by_token(tiny_case: Callable[[str], Cas
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "family", ["qwen3-next", "qwen3.5", "lfm2", "lfm2-moe", "lfm3", "granite4", "nemotron-h", "falcon-h1", "jamba"]
+    "family",
+    ["qwen3-next", "qwen3.5", "lfm2", "lfm2-moe", "lfm3", "mamba2", "granite4", "nemotron-h", "falcon-h1", "jamba"],
 )
 def test_H_8_bits_do_not_depend_on_the_batch(tiny_case: Callable[[str], Case], family: str, dtype: torch.dtype) -> None:
     """A row alone in one piece, and the same row in pieces beside others, give equal bits."""

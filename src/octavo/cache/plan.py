@@ -109,9 +109,8 @@ class CachePlan:
         """Who reads it, in which blocks."""
         attention = [table for table in self.tables if table.backend]
         sizes = dict.fromkeys((table.backend, table.kernel_block_size) for table in attention)
-        return f"of blocks of {self.block_size} tokens, " + ", ".join(
-            f"{name} reads {size} at a time" if size else f"{name} keeps nothing" for name, size in sizes
-        )
+        readers = (f"{name} reads {size} at a time" if size else f"{name} keeps nothing" for name, size in sizes)
+        return ", ".join((f"of blocks of {self.block_size} tokens", *(readers if sizes else ("no layer attends",))))
 
 
 def show_bytes(size: int) -> str:

@@ -163,6 +163,11 @@ FAMILIES = {
         model="octavo.models.hybrids.nemotron_h:NemotronHForCausalLM", head_size=128, mlp_bias=True,
         read="octavo.checkpoint.config_reader.hybrids:read_nemotron_h", usual={"num_key_value_heads": 8},
     ),
+    "Mamba2ForCausalLM": Family(  # a Nemotron-H all of whose layers are Mamba-2's
+        model="octavo.models.hybrids.nemotron_h:NemotronHForCausalLM",
+        read="octavo.checkpoint.config_reader.hybrids:read_mamba2",
+        usual={"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8},
+    ),
     "FalconH1ForCausalLM": Family(
         model="octavo.models.hybrids.falcon_h1:FalconH1ForCausalLM", bias="field", mlp_bias=True,
         read="octavo.checkpoint.config_reader.hybrids:read_falcon_h1",

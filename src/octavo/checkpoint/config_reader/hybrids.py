@@ -41,6 +41,8 @@ _NEMOTRON_NAMES = {
     "mamba_d_conv": "conv_kernel",
     "mamba_conv_bias": "use_conv_bias",
 }
+_MAMBA2_NAMES = {**_NEMOTRON_NAMES, "mamba_n_heads": "num_heads", "mamba_d_state": "state_size"}
+_USUAL_LENGTH, _LONGEST = 8192, 1 << 20  # tokens, of a model whose files name no greatest length
 _OLD_NEMOTRON_NAMES = ("mamba_n_groups", "mamba_d_conv", "mamba_conv_bias")
 
 
@@ -196,6 +198,24 @@ def read_nemotron_h(fields: Fields, family: Family) -> Arch:
         moe_layers=moe_layers,
         layers=_layers(arch, mixers, still=True),
     )
+
+
+def read_mamba2(fields: Fields, family: Family) -> Arch:
+    """The facts of a model of Mamba-2's layers alone, which has no greatest length: states are of one size."""
+    fields = Fields({**family.usual, **fields.values}, fields.where)
+    _only_silu(fields)
+    eps = fields.number("layer_norm_epsilon", 1e-12, 1.0, 1e-5)
+    inner = fields.integer("expand", 1, 64, 2) * fields.integer("hidden_size", 1, 1 << 20)
+    num_heads, head_size = fields.integer("num_heads", 1, 4096), fields.integer("head_dim", 1, 1024)
+    if num_heads * head_size != inner:
+        fields.refuse("head_dim", head_size, f"num_heads={num_heads} of {inner} channels need {inner / num_heads:g}")
+    of_no_layer = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "intermediate_size": 1}
+    own: dict[str, Any] = {"rms_norm_eps": eps, "max_position_embeddings": _LONGEST, "rope_theta": 1e4, **of_no_layer}
+    arch = read_fields(_plain(fields, **own), family)
+    of_scan = {**fields.values, "mamba_d_ssm": inner, "mamba_d_head": "auto", "mamba_expand": 2, "rms_norm_eps": eps}
+    mamba = _mamba2(Fields(of_scan, fields.where), "use_bias", _MAMBA2_NAMES)
+    layers = _layers(arch, ["mamba"] * arch.num_layers)
+    return dataclasses.replace(arch, mamba=mamba, layers=layers, default_length=_USUAL_LENGTH)
 
 
 def read_falcon_h1(fields: Fields, family: Family) -> Arch:
