@@ -213,7 +213,7 @@ def test_spaces_are_those_that_are_asked_for() -> None:
 
 
 def test_special_tokens_write_their_marks() -> None:
-    """Models whose calls begin with a special token say so with it, and may say so in other tokens."""
+    """Models whose calls begin with a special token say so with it; free text may say so in other tokens."""
     tags = [_tag("<|call|>a", INTEGER, "<|done|>"), _tag("<|call|>b", ANY, "<|done|>")]
     matcher = GRAMMARS.matcher(_form({"type": "triggered_tags", "triggers": ["<|call|>"], "tags": tags}))
     x, one, a, b, line = (TOKENS.index(text) for text in (b"x", b"1", b"a", b"b", b"\n"))
@@ -225,9 +225,10 @@ def test_special_tokens_write_their_marks() -> None:
         for number in range(call.index(CALL) + 1, call.index(DONE)):
             assert EOS not in _allowed(matcher, call[:number])
     assert DONE not in _allowed(matcher, [CALL, a])
-    assert _has(matcher, "x<|call|>a1<|done|>", random.Random(0)), "written by other tokens"
+    spelled = [TOKENS.index(bytes([byte])) for byte in b"<|call|>"]
+    assert _allowed(matcher, [x, *spelled]) == [a, b], "free text that says it in other tokens has said it"
     within = GRAMMARS.matcher(_form(_tag("<|call|>", INTEGER, "\n<|done|>")))
-    assert CALL in _allowed(within, []) and DONE in _allowed(within, [CALL, one, line])
+    assert _allowed(within, []) == [CALL] and _allowed(within, [CALL, one, line]) == [DONE]
     with pytest.raises(ParameterError, match="a special token within it"):
         GRAMMARS.check(_form(_tag("<|call|>", WORD, "\n<|done|>")))
 
@@ -236,6 +237,8 @@ REFUSED: list[tuple[object, str, str]] = [
     ("x", "is not JSON", "schema_invalid"),
     ([], "must be an object", "invalid_type"),
     ({}, "takes format, or structures and triggers", "grammar_invalid"),
+    (_triggered(), "takes format, or structures and triggers", "grammar_invalid"),
+    ({"format": INTEGER, "structures": []}, "takes format, or structures and triggers", "grammar_invalid"),
     ({"format": {"type": "secret words"}}, "format.type: the format is not supported", "unsupported"),
     ({"format": {"type": "token", "token": 3}}, "format.type: token is not supported; any_text, ", "unsupported"),
     ({"format": _tag("a", {"type": "qwen_xml_parameter"}, "b")}, "format.content.type: qwen_xml_", "unsupported"),

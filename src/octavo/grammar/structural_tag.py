@@ -1,8 +1,9 @@
 """A structural tag as a grammar of the library: free text until a trigger, then a form, then free text again.
 
 Owns the translation of a tree (`octavo.request.structural_tag`) into rules: free text that something ends is a lazy
-lexeme, which ends where that is complete for the first time, so a trigger cannot be passed over. A mark that a special
-token stands for may be written by that token, too. Compiles nothing. Invariant: no error repeats what a user wrote.
+lexeme, which ends where that is complete for the first time, so a trigger cannot be passed over. A special token in a
+text that has to come is written by itself; what ends free text may be spelled out, too. Compiles nothing. Invariant: no
+error repeats what a user wrote.
 """
 
 from __future__ import annotations
@@ -218,11 +219,11 @@ class _Writer:
         return self._texts[key]
 
     def _literal(self, text: str) -> str:
-        """A text, each special token within it written by itself or by others."""
+        """A text, each special token within it written by itself, as the tokenizer would."""
         parts, at = list[str](), 0
         for found in self._any_special.finditer(text):
             parts.append(_quoted(text[at : found.start()]))
-            parts.append(f"({_quoted(found[0])} | <[{self._special[found[0]]}]>)")
+            parts.append(f"<[{self._special[found[0]]}]>")
             at = found.end()
         return _row(*parts, _quoted(text[at:]))
 

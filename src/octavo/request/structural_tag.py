@@ -186,6 +186,8 @@ def read(value: object, field: str) -> Format:
     """The tree of a JSON object, in the newer words or the older ones. Raises ParameterError that names `field`."""
     assert isinstance(value, dict), "whoever calls has looked"
     is_old = "structures" in value
+    if is_old == ("format" in value):
+        raise ParameterError(field, "takes format, or structures and triggers", "grammar_invalid")
     try:
         if is_old:
             found: Format = _of_structures(msgspec.convert(value, _Structures))
@@ -228,8 +230,6 @@ def _refuse_shape(value: object, said: str, field: str) -> NoReturn:
     if what.startswith("Object contains unknown field"):
         shown = name if re.fullmatch(r"\w{1,40}", name) else "a field"
         raise ParameterError(field, f"{where}has {shown}, which is not known there", "unsupported")
-    if what.startswith("Object missing required field") and name == "format" and not place:
-        raise ParameterError(field, "takes format, or structures and triggers", "grammar_invalid")
     if what.startswith("Object missing required field"):
         raise ParameterError(field, f"{where or 'it '}lacks {name}", "grammar_invalid")
     raise ParameterError(field, f"{where}is wrong: {what.partition(', got')[0][:120]}", "grammar_invalid")
