@@ -207,9 +207,7 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
             {
                 "short_convolution": 2,
                 "scan_gates": 2,
-                "mamba2_scan": 2,
-                "mamba2_decode": 1,
-                "mamba2_advance": 1,
+                "mamba2_scan": 3,
                 "product": 8,
             },
         ),
