@@ -137,7 +137,8 @@ class BatchOrder:
         self._requests = requests
         self._last: StepShape | None = None  # if every row computed its last token in it, and drafts or none
         self._last_plan = StepPlan(step=-1)
-        self._prefill_len: IntArray = NO_INTS  # of its rows
+        self._prefill_len: IntArray = NO_INTS  # of its rows, where some verified drafts
+        self._is_in_order = False  # its rows are in the plan's order
 
     def __call__(self, plan: StepPlan) -> StepShape:
         """The order of a plan's rows, and what follows from it on the host. Counts the step's tokens as issued.
@@ -150,6 +151,7 @@ class BatchOrder:
         if work is None:
             work = _lay_out(plan, self._requests)
             self._prefill_len = self._requests.prefill_len_np[work.rows] if work.verifies else NO_INTS
+            self._is_in_order = work.rows is plan.rows
         self._last, self._last_plan = work if work.is_decode or work.verifies else None, plan
         self._requests.num_computed_upper[work.rows] = work.seq_lens
         return work
@@ -157,11 +159,8 @@ class BatchOrder:
     def _decode_again(self, plan: StepPlan, last: StepShape) -> StepShape | None:
         """The decode step after `last`, of the same rows; None: it is another one."""
         before = self._last_plan
-        if not last.is_decode or len(plan.num_drafts):
-            return None
-        if plan.rows is not before.rows and not np.array_equal(plan.rows, before.rows):
-            return None
-        if plan.num_tokens is not before.num_tokens and not np.array_equal(plan.num_tokens, before.num_tokens):
+        is_like = last.is_decode and not len(plan.num_drafts) and _are_equal(plan.rows, before.rows)
+        if not is_like or not _are_equal(plan.num_tokens, before.num_tokens):
             return None
         return StepShape(
             rows=last.rows,
@@ -176,12 +175,13 @@ class BatchOrder:
         )
 
     def _verify_again(self, plan: StepPlan, last: StepShape) -> StepShape | None:
-        """The step after `last`, of a plan with the very same arrays of rows, tokens and drafts; None: another one.
+        """The step after `last`, in which the rows of its plan verify as many drafts, all alike; None: another one.
 
         So is one with a row that was held before it had any output: it computes the end of its prompt.
         """
-        is_like = plan.num_tokens is last.num_tokens and plan.num_drafts is last.num_drafts
-        if not last.verifies or plan.rows is not last.rows or not is_like:
+        before = self._last_plan
+        is_like = last.verifies and self._is_in_order and _are_equal(plan.num_drafts, before.num_drafts)
+        if not is_like or not _are_equal(plan.rows, before.rows) or not _are_equal(plan.num_tokens, before.num_tokens):
             return None
         if (plan.computed < self._prefill_len).any():
             return None
@@ -203,6 +203,10 @@ class BatchOrder:
         """See RequestTable.take_back."""
         self._last = None
         self._requests.take_back(rows)
+
+
+def _are_equal(ones: IntArray, others: IntArray) -> bool:
+    return ones is others or np.array_equal(ones, others)
 
 
 def _lay_out(plan: StepPlan, requests: RequestTable) -> StepShape:

@@ -80,16 +80,19 @@ class Drafting:
         A row that computes the one token that it sampled last takes what Depth says, or what is left of its `max_len`
         and of `room`, the step's budget. No draft is worth a preemption: where few blocks are free there are none.
         """
-        if not self._ahead:
+        if not self._ahead or not self.has_room(len(at)):
             return np.zeros_like(wanted)
         rows = self._rows
         known = rows.num_known[at]
         decodes = (wanted == 1) & (known > rows.num_entered[at])
-        if not self.has_room(len(at)):
-            return np.zeros_like(wanted)
-        counts = np.zeros_like(wanted)
-        counts[decodes] = self.depth.of_rows(at[decodes], self._ahead, len(at))
-        counts = np.minimum(counts, rows.max_len[at] - known - 1) * decodes
+        if decodes.all():
+            counts = np.minimum(self.depth.of_rows(at, self._ahead, len(at)), rows.max_len[at] - known - 1)
+        else:
+            counts = np.zeros_like(wanted)
+            counts[decodes] = self.depth.of_rows(at[decodes], self._ahead, len(at))
+            counts = np.minimum(counts, rows.max_len[at] - known - 1) * decodes
+        if counts.sum() <= room:
+            return counts
         return np.clip(room - (counts.cumsum() - counts), 0, counts)
 
     def plan(self, work: PlanBuilder, drafts: IntArray, outstanding: Iterable[Issued], num_running: int) -> None:
