@@ -253,6 +253,25 @@ def walks(counts: Sequence[int]) -> str:
     return f"us: {', '.join(found)}"
 
 
+def decode_choices(name: str, counts: Sequence[int], computed: int) -> str:
+    """Microseconds of the delta rule's decoding with other registers and channels, and with other warps of a block."""
+    from octavo.states import gpu
+
+    before, found = (gpu._DELTA_TILES["decode"], gpu._DELTA_REGISTERS, gpu._BLOCK_WARPS), []
+    for tile, registers, warps in (
+        ((64, 4), 128, 4),
+        ((64, 4), None, 4),
+        ((32, 4), None, 4),
+        ((64, 4), 128, 2),
+    ):
+        gpu._DELTA_TILES["decode"], gpu._DELTA_REGISTERS, gpu._BLOCK_WARPS = tile, registers, warps
+        us, parts = timed(name, counts, computed)
+        kernels = ", ".join(f"{key[6:11]} {took:.0f}" for key, took in parts.items() if key[:6] == "delta_")
+        found.append(f"{tile[0]}x{tile[1]} {registers} {warps}: {us:.0f} ({kernels})")
+    gpu._DELTA_TILES["decode"], gpu._DELTA_REGISTERS, gpu._BLOCK_WARPS = before
+    return "; ".join(found)
+
+
 @contextlib.contextmanager
 def compiled() -> Iterator[list[str]]:
     """Names of the kernels that Triton compiles within, and does not find on disk."""
@@ -319,6 +338,10 @@ def main() -> None:
                     attempt(f"candidates {name} decode {num_rows}", candidates, *given)
                 for counts in ([70],) if DRY else ([8192], [512] * 16):
                     attempt(f"walks {name} {len(counts)} x {counts[0]}", walks, counts)
+            if name == "delta":
+                for num_rows in (2,) if DRY else (64, 256):
+                    counts = [1] * num_rows
+                    attempt(f"choices {name} decode {num_rows}", decode_choices, name, counts, 70 if DRY else 160)
             attempt(f"tiles {name} decode 64", tiles, name, "decode", [1] * (2 if DRY else 64), 70 if DRY else 1056)
             if name == "delta":  # the other's are above
                 attempt(f"tiles {name} prefill", tiles, name, "long", [33 if DRY else 4000] * (1 if DRY else 2), 0)

@@ -39,6 +39,7 @@ _DELTA_TILES = {"decode": (64, 4), "short": (64, 8), "long": (32, 8), _ADVANCING
 _MOST_STATES, _FEW_CHANNELS = 128, 32  # of float32: with more states, more channels do not fit a Hopper's shared memory
 _PARTS = 32  # programs of a row that advance states, which few rows do in a step
 _BLOCK_WARPS = 4
+_DELTA_REGISTERS: int | None = 128  # of a thread: four programs of 16-bit types a processor, 32 kB of states each
 _DELTA_FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM")
 _PLAIN: dict[str, Any] = {"enable_fp_fusion": False}  # so that no kernel rounds less than another
 
@@ -92,13 +93,14 @@ class GpuStates:
         total, rate = self._gates(own, told, a, b, rule.decay, rule.dt_bias, (0.0, 0.0), slots=(4, 5))
         made = self._blocks(own, told, rule, query, key, total, rate)
         forms = dict(zip(_DELTA_FORMS, told.forms, strict=True))
-        tile, warps = _delta_tile(values, _kind_of(step.max_query_len))
+        kind = _kind_of(step.max_query_len)
+        tile, _ = _delta_tile(values, kind)
         delta_scan[heads * -(-values // tile), num_rows](
             query, key, qkv[:, 2 * rule.num_key_heads * keys :], qkv.stride(0), total, rate, *made, out,
             step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
             **_delta_shape(own, rule, qkv), **forms, VALUE_SIZE=values, TILE=tile,
-            ROWS=16 if step.max_query_len <= _FEW else own.chunk, ADVANCE=step.max_query_len > 1, num_warps=warps,
-            num_stages=1, **_PLAIN,
+            ROWS=16 if step.max_query_len <= _FEW else own.chunk, ADVANCE=step.max_query_len > 1, num_stages=1,
+            **_delta_program(qkv, kind), **_PLAIN,
         )  # fmt: skip
         if step.max_query_len == 1:
             self._advance_delta(own, told, rule, qkv)
@@ -314,6 +316,16 @@ def _mamba2_tile(size: int, kind: str, states: int, x: Tensor) -> tuple[int, int
 def _delta_tile(size: int, kind: str) -> tuple[int, int]:
     """The same of the delta rule."""
     return min(_DELTA_TILES[kind][0], padded_length(size)), _DELTA_TILES[kind][1]
+
+
+def _delta_program(x: Tensor, kind: str) -> dict[str, Any]:
+    """A scan's warps, and the registers of a thread where rows decode."""
+    warps = _DELTA_TILES[kind][1]
+    if kind != "decode":
+        return {"num_warps": warps}
+    if x.dtype is torch.float32:
+        return {"num_warps": 2 * warps, "maxnreg": 255}  # unless it is told so, ptxas 12.8 takes 32 and spills
+    return {"num_warps": warps} | ({"maxnreg": _DELTA_REGISTERS} if _DELTA_REGISTERS else {})
 
 
 def _delta_shape(own: LayerStates, rule: DeltaOperands, x: Tensor) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from octavo.ops.compile.launch import launched
-from octavo.ops.scan.kept import PLACES, keep, numbers, read_state, row_of, tokens, turned, write_state
+from octavo.ops.scan.kept import PLACES, keep, numbers, read_state, row_of, state_at, tokens, turned, write_state
 
 
 @triton.jit
@@ -236,15 +236,19 @@ def delta_scan(
     updates = (out, HEADS * VALUE_SIZE, head * VALUE_SIZE, update_kept)
     totals, rates = (total, HEADS, head, total_kept), (rate, HEADS, head, rate_kept)
     kind = key.dtype.element_ty
-    runs = head * KEY_SIZE + width
     border = computed // CHUNK * CHUNK
-    kept_states = (state_kept, states, state_first, runs, channel, within, inside)
-    state = read_state(kept_states, border, STATE_FORM, VALUE_SIZE, CHUNK)
+    kept_states = (state_kept, states, state_first, head * KEY_SIZE + width, channel, within, inside)
+    source, is_there = state_at(kept_states, border, STATE_FORM, VALUE_SIZE, CHUNK)
+    if ADVANCE:
+        state = tl.load(source, mask=is_there, other=0.0).to(tl.float32)
     known = computed // 16 * 16  # the blocks before are not computed again
     slot = (token // 16 + 2 * row if ADVANCE else row) - computed // 16
     of_known = (of_row[0], input_first, token, known, known, BLOCK)
     u_all = tokens(updates, of_known, border, place, head, channel, inside, UPDATE_FORM, VALUE_SIZE).to(kind)
-    for begin in tl.range(computed // ROWS * ROWS, end, ROWS, disable_licm=True):  # what moved out of it would spill
+    start = computed // ROWS * ROWS
+    count = tl.cdiv(end - start, ROWS) if ADVANCE else 1  # no loop: all is asked for before anything is waited for
+    for index in tl.range(0, count, disable_licm=True):  # what moved out of it would spill
+        begin = start + index * ROWS
         at = begin + here
         k = tokens(keys, of_row, begin, here, key_head, width, within, KEY_FORM, KEY_SIZE)
         v = tokens(values, of_row, begin, here, head, channel, inside, VALUE_FORM, VALUE_SIZE)
@@ -257,6 +261,8 @@ def delta_scan(
         is_made = (at >= known) & (begin + here // 16 * 16 < end)
         line = ((slot + at // 16).to(tl.int64) * HEADS + head) * 16 + at % 16
         m, f, t = of_blocks(before, factor, inverse, line, is_made, here, place, CHUNK)
+        if not ADVANCE:
+            state = tl.load(source, mask=is_there, other=0.0).to(tl.float32)
         rounded = state.to(kind)
         begun = tl.exp(own)[:, None]
         right = beta * (v.to(tl.float32) - begun * tl.dot(k, rounded, input_precision=PRECISION))

@@ -105,7 +105,7 @@ def keep(source, of_row, position, run, channel, values, inside, FORM: tl.conste
 
 
 @triton.jit
-def _state_at(kept_states, border, FORM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+def state_at(kept_states, border, FORM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """(addresses [runs, channels] of runs of the state behind `border` tokens, which of them are there)."""
     kept, table, first_part, run, channel, within, inside = kept_states
     entry = border // CHUNK - 1 + 0 * run
@@ -119,14 +119,14 @@ def read_state(kept_states, border, FORM: tl.constexpr, WIDTH: tl.constexpr, CHU
 
     kept_states: (what is kept, the row's table of states, the layer's first part, runs, channels, which of both exist).
     """
-    source, is_there = _state_at(kept_states, border, FORM, WIDTH, CHUNK)
+    source, is_there = state_at(kept_states, border, FORM, WIDTH, CHUNK)
     return tl.load(source, mask=is_there, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def write_state(kept_states, border, state, FORM: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """Keep a state, if the table does; and it as it is kept, rounded."""
-    goal, is_there = _state_at(kept_states, border, FORM, WIDTH, CHUNK)
+    goal, is_there = state_at(kept_states, border, FORM, WIDTH, CHUNK)
     rounded = state.to(kept_states[0].dtype.element_ty)
     tl.store(goal, rounded, mask=is_there)
     return rounded.to(tl.float32)
