@@ -21,7 +21,12 @@ from test_vllm_connector import CONFIG, theirs
 
 __all__ = ["theirs"]
 Make = Callable[..., LLM]
-SHORT, NEVER = {"kv_lookup_timeout": 0.2}, {"kv_lookup_timeout": 3600}
+NEVER = {"kv_lookup_timeout": 3600, "kv_transfer_timeout": 3600}
+
+
+def short() -> float:
+    """Seconds in which, on this machine and now, all ends that does not hang."""
+    return round(patient(0.4), 1)
 
 
 class Gate:
@@ -153,17 +158,19 @@ def test_a_look_up_that_hangs_costs_its_request_the_limit_and_nobody_else_anythi
     name: str, gate: Gate, expected: Any, make_llm: Make, theirs, tmp_path, monkeypatch, caplog
 ) -> None:
     config, told = hanging(name, tmp_path, theirs, monkeypatch)
-    llm = make_llm(max_model_len=512, kv_transfer_config={**config, **SHORT})
+    seconds = short()
+    llm = make_llm(max_model_len=512, kv_transfer_config={**config, "kv_lookup_timeout": seconds})
     for _ in range(2):
         assert llm.reset_prefix_cache() and answer(llm) == expected
         settle(llm)
     assert gate.num
+    before = settle(llm).num_late_lookups
     gate.open.clear()
     gate.num = 0
     for _ in range(3):
         assert llm.reset_prefix_cache() and within(lambda: answer(llm)) == expected
-    assert within(lambda: settle(llm)).num_late_lookups == 1 and gate.num == 1, "who is silent is left alone"
-    lines = [record.message for record in caplog.records if "0.2 s (kv_lookup_timeout)" in record.message]
+    assert within(lambda: settle(llm)).num_late_lookups == before + 1 and gate.num == 1, "who is silent is left alone"
+    lines = [record.message for record in caplog.records if f"{seconds:g} s (kv_lookup_timeout)" in record.message]
     assert len(lines) == 1 and told in lines[0]
     gate.open.set()
     stats = llm.engine.scheduler.loads.connector.stats()
@@ -171,7 +178,6 @@ def test_a_look_up_that_hangs_costs_its_request_the_limit_and_nobody_else_anythi
     while name != "match" and not llm.engine.scheduler.stats().num_loaded_tokens:  # it has come back, some time
         assert llm.reset_prefix_cache() and answer(llm) == expected
         settle(llm)
-    assert settle(llm).num_late_lookups == 1
 
 
 @pytest.mark.parametrize("name", STORES)
@@ -221,7 +227,7 @@ def test_an_end_that_hangs_is_told_by_name_and_not_waited_for(
     else:
         name = "StoreWithHalf" if "store" in place else "Halves"
         config = own(name)
-    llm = make_llm(max_model_len=512, kv_transfer_config={**config, "kv_transfer_timeout": 0.2, **SHORT})
+    llm = make_llm(max_model_len=512, kv_transfer_config={**config, "kv_transfer_timeout": short()})
     assert llm.generate(GOOD_PROMPT, PARAMS)
     settle(llm)
     gate.open.clear()
@@ -236,7 +242,7 @@ def test_a_load_that_hangs_and_cannot_be_stopped_costs_its_request_the_time_and_
     policy: str, gate: Gate, expected: Any, make_llm: Make, theirs, monkeypatch, caplog
 ) -> None:
     """D.8: it may write into them whenever it goes on, so nobody gets them; its request needs others."""
-    config = {**CONFIG, "kv_load_failure_policy": policy, "kv_transfer_timeout": 0.2}
+    config = {**CONFIG, "kv_load_failure_policy": policy, "kv_transfer_timeout": short()}
     llm = make_llm(max_model_len=512, kv_transfer_config=config)
     assert answer(llm) == expected
     settle(llm)
@@ -261,10 +267,46 @@ def test_a_save_that_hangs_and_cannot_be_stopped_keeps_its_blocks_and_no_answer(
     gate: Gate, expected: Any, make_llm: Make, theirs, monkeypatch
 ) -> None:
     monkeypatch.setattr(theirs.MemoryConnector, "wait_for_save", lambda self: GATE.pass_through())
-    llm = make_llm(max_model_len=512, kv_transfer_config={**CONFIG, "kv_transfer_timeout": 0.2})
+    llm = make_llm(max_model_len=512, kv_transfer_config={**CONFIG, "kv_transfer_timeout": short()})
     gate.open.clear()
     for _ in range(2):
         assert within(lambda: answer(llm)) == expected
         assert num_missing_blocks(llm) > 0
     gate.open.set()
     settle(llm)
+
+
+class GetHangs(Kept):
+    kept: ClassVar[dict[str, bytes]] = {}
+
+    def get(self, key: str) -> bytes | None:
+        GATE.pass_through()
+        return self.kept.get(key)
+
+
+def test_a_store_whose_get_hangs_is_left_alone_for_as_long_as_one_request_has_waited(
+    gate: Gate, expected: Any, make_llm: Make, caplog
+) -> None:
+    seconds, now = short(), 0.0
+    config = {**own("GetHangs"), "kv_load_failure_policy": "recompute", "kv_transfer_timeout": seconds}
+    llm = make_llm(max_model_len=512, kv_transfer_config=config)
+    connector = llm.engine.scheduler.loads.connector._inner
+    connector._clock = lambda: now
+    while not GetHangs.kept:
+        assert llm.reset_prefix_cache() and answer(llm) == expected
+        settle(llm)
+    gate.open.clear()
+    for _ in range(4):
+        assert llm.reset_prefix_cache() and within(lambda: answer(llm)) == expected
+    assert llm.engine.scheduler.stats().num_load_failures == 1
+    lines = [
+        record.message
+        for record in caplog.records
+        if f"GetHangs: a load did not end within {seconds:g} s" in record.message
+    ]
+    assert len(lines) == 1 and "kv_transfer_timeout" in lines[0]
+    gate.open.set()
+    while not llm.engine.scheduler.stats().num_loaded_tokens:
+        assert llm.reset_prefix_cache() and answer(llm) == expected
+        settle(llm)
+        now += seconds

@@ -128,3 +128,9 @@ def test_lmcache_that_is_not_there_is_refused_with_the_line_that_installs_it(mon
             kv_connector_module_path="lmcache.integration.vllm.lmcache_connector_v1",
             **{EXTRA: {}},
         )
+
+
+def test_a_look_up_takes_no_longer_than_a_transfer():
+    given = {"kv_connector": "host", "kv_role": "kv_both", "kv_transfer_timeout": 0.5}
+    assert read_kv_transfer(given).lookup == 0.5
+    assert read_kv_transfer({**given, "kv_lookup_timeout": 0.1}).lookup == 0.1

@@ -207,6 +207,10 @@ def test_P_what_a_decode_server_computes_whole_goes_to_it_straight_on_every_rout
         ("/generate", {"text": PROMPT, "sampling_params": [3]}),
         ("/generate", {"text": []}),
         ("/generate", [1]),
+        # the prefill server has computed these and offers their blocks, until it hears that nobody wants them
+        ("/v1/responses", {"input": PROMPT, "min_tokens": 9, "max_output_tokens": 4}),
+        ("/inference/v1/generate", {"token_ids": IDS, "sampling_params": {"min_tokens": 9, "max_tokens": 4}}),
+        ("/generate", {"text": [PROMPT, "x"], "sampling_params": {"min_new_tokens": 9, "max_new_tokens": 4}}),
         ("/v1/completions", b'{"prompt": "a", "prompt": "b", "max_tokens": 1}'),
         ("/v1/completions", b'{"prompt": "a", "temperature": NaN}'),
         ("/v1/completions", b'{"prompt": "a", "temperature": 1e999}'),

@@ -105,6 +105,7 @@ def read_kv_transfer(given: Mapping[str, Any], label: str = "") -> KVTransferCon
     for key, least in (("kv_rank", 0), ("kv_parallel_size", 1), ("kv_buffer_size", 0)):
         extra.number(key, least, least)
     extra.choice("kv_buffer_device", "auto", ("auto", "cpu", "cuda"))
+    timeout = extra.seconds("kv_transfer_timeout", DEFAULT_TIMEOUT)
     return KVTransferConfig(
         kv_connector=name,
         kv_role=role,
@@ -114,8 +115,8 @@ def read_kv_transfer(given: Mapping[str, Any], label: str = "") -> KVTransferCon
         extra=extra.mapping(EXTRA),
         module_path=extra.text("kv_connector_module_path", ""),
         load_failure_policy=extra.choice("kv_load_failure_policy", "fail", POLICIES),
-        timeout=extra.seconds("kv_transfer_timeout", DEFAULT_TIMEOUT),
-        lookup=extra.seconds(LOOKUP_TIMEOUT, DEFAULT_LOOKUP),
+        timeout=timeout,
+        lookup=min(extra.seconds(LOOKUP_TIMEOUT, DEFAULT_LOOKUP), timeout),
     )
 
 

@@ -8,12 +8,17 @@ under one key, however many requests have it.
 from __future__ import annotations
 
 import abc
+import logging
+import math
+import time
 from collections.abc import Iterable, Sequence
 
 from octavo.kv_connector import LATER, ConnectorStats, Later, SilentConnector, Transfer, TransferResults
 from octavo.kv_connector.keys import GroupKeys, Pair, group_keys
 from octavo.kv_connector.orders import EngineSide, Order, Orders, Report
 from octavo.request.request import Request
+
+_LOG = logging.getLogger(__name__)
 
 
 class Index(abc.ABC):
@@ -115,10 +120,13 @@ class StoredConnector(SilentConnector):
         self._under_way: dict[int, tuple[Pair, ...]] = {}
         self._missing: dict[int, list[int]] = {}  # load -> blocks for which there was nothing
         self._missed: dict[int, frozenset[int]] = {}  # loads that ended before they began
+        self._transfer, self._clock = engine.transfer, time.monotonic
+        self._loading: set[int] = set()  # loads among the orders
+        self._left_until = -math.inf  # nothing is loaded before: a load has hung
 
     def match(self, request: Request, num_local: int) -> int | Later:
         """See Connector. The longest end that every group can continue from."""
-        if not self._loads:
+        if not self._loads or self._clock() < self._left_until:
             return 0
         most = self._limit(request, "max_load_tokens", request.num_tokens, num_local)
         if self.index.answers_later and not self._is_known(request, num_local, most):
@@ -186,6 +194,7 @@ class StoredConnector(SilentConnector):
             self._missed[load.number] = frozenset()
             return
         self._under_way[load.number] = tuple(pairs)
+        self._loading.add(load.number)
         self._missing[load.number] = missing
         self._orders.begin(order)
 
@@ -221,10 +230,20 @@ class StoredConnector(SilentConnector):
         """See Connector."""
         if self._missed.pop(number, None) is not None:
             return True
+        if force and number in self._loading and self.index.answers_later:  # it is not this host's memory
+            self._leave()
         if not self._orders.cancel(number):
             return False
         self._end(number, None)
         return True
+
+    def _leave(self) -> None:
+        """Load nothing for a while: a load has hung, and who comes next would wait as long for nothing."""
+        now, seconds = self._clock(), self._transfer.timeout
+        if now >= self._left_until:
+            text = "kv_connector %s: a load did not end within %g s (kv_transfer_timeout): for as long none begins"
+            _LOG.warning(text, self._transfer.kv_connector, seconds)
+        self._left_until = now + seconds
 
     def take_results(self) -> TransferResults:
         """See Connector."""
@@ -244,6 +263,7 @@ class StoredConnector(SilentConnector):
     def _end(self, number: int, report: Report | None) -> list[int]:
         """Forget an order. Blocks that it never asked for."""
         self.index.ended(number, report)
+        self._loading.discard(number)
         self._saving.difference_update(pair.key for pair in self._under_way.pop(number, ()))
         return self._missing.pop(number, [])
 
