@@ -58,6 +58,11 @@ def walked() -> None:
         check_results("cpu", "mamba2", torch.float32, (70, 140), 64)
 
 
+def wide_convolution() -> None:
+    """LFM3's, without silu."""
+    check_results("cpu", "conv", torch.float32, (1, 6, 7, 70), 20, (40, 7, False))
+
+
 def packed_sequences() -> None:
     """A trainer's sequences, which leave nothing behind: near the reference's, and the same bits however packed."""
     lengths, drawn = (1, 17, 70), torch.Generator().manual_seed(0)
@@ -104,5 +109,5 @@ _DECODED = {
 INTERPRETED = (
     {name: lambda name=name: interpreted(name) for name in MAKERS}
     | _DECODED
-    | {"a pack": packed_sequences, "mamba2 walks": walked}
+    | {"a pack": packed_sequences, "mamba2 walks": walked, "conv of 7 tokens": wide_convolution}
 )
