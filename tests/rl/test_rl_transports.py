@@ -417,3 +417,28 @@ def test_values_stay_in_the_buffer_that_is_given_and_make_the_same_weights(given
     if not given:
         buffer.zero_()
         assert torch.equal(whole, expected)
+
+
+def test_buffers_of_which_little_is_kept_are_let_go(llm: LLM, new: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masters of float32 that a trainer sends as they are: a norm's few values would hold a whole buffer."""
+    buffers_seen, held, sender = list[torch.UntypedStorage](), list[bool](), Sender(llm, "shm")
+    put, apply = Staged.put, Staged.apply
+
+    def seen(self: Staged, incoming: Incoming, tensor: Tensor, *, given: bool = False) -> None:
+        buffers_seen.append(tensor.untyped_storage())
+        put(self, incoming, tensor, given=given)
+
+    def applied(self: Staged, *args: Any) -> None:
+        addresses = {storage.data_ptr() for storage in buffers_seen}
+        held.append(any(value.untyped_storage().data_ptr() in addresses for value in self._values.values()))
+        apply(self, *args)
+
+    monkeypatch.setattr(Staged, "put", seen)
+    monkeypatch.setattr(Staged, "apply", applied)
+    for _ in range(2):
+        buffers_seen.clear()
+        sender.send(WeightSource(new))
+        assert len({storage.data_ptr() for storage in buffers_seen}) == 1
+        sender._dtypes = {}  # as a sender that does not know what the engine rounds to
+    sender.close()
+    assert held == [True, False]

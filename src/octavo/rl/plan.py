@@ -189,6 +189,17 @@ class WeightPlan:
         refuse("weights do not fit the model", problems)
         return found
 
+    def keeps_most_of(self, incoming: Sequence[Incoming]) -> bool:
+        """Whether nine tenths of the bytes are weights in their own types: what is kept of buffers keeps them whole."""
+        kept = total = 0
+        for each in incoming:
+            pieces = self.pieces(each.name)
+            known = pieces[0].name if pieces else self.known(each.name)
+            total += each.num_bytes
+            if known is not None and self.dtypes[self.targets[known].parameter] is each.dtype:
+                kept += each.num_bytes
+        return 10 * kept >= 9 * total
+
     def layer(self, path: str) -> Layer:
         """The model's own."""
         return self._layers[path]

@@ -125,13 +125,19 @@ class WeightReceiver:
         self._waits_as, info = numbered
         info = self._own(info.get("update_info", info))
         backend, transport = self._of(info)
-        session = self._session_for(transport)
+        session, given = self._session_for(transport), False
+
+        def read(*names: Any) -> list[Incoming]:
+            nonlocal given
+            told = self._plan.read(*names)
+            given = transport.gives and self._plan.keeps_most_of(told)
+            return told
 
         def put(incoming: Incoming, tensor: torch.Tensor) -> None:
             self._check()
-            session.put(incoming, tensor, given=transport.gives)
+            session.put(incoming, tensor, given=given)
 
-        incoming = transport.receive(info, self._plan.read, put)
+        incoming = transport.receive(info, read, put)
         if isinstance(session, InPlace):
             self._wait_for_device()
         num_bytes = sum(each.num_bytes for each in incoming)
