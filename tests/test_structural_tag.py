@@ -187,6 +187,19 @@ def test_older_words_mean_the_same() -> None:
     assert SamplingParams.from_optional(structured_outputs={"structural_tag": old}).structured_outputs is not None
 
 
+def test_defaults_that_a_library_writes_out_change_nothing() -> None:
+    """What serializes a tag says null, false and [] of all that nobody asked for, in words of later versions too."""
+    unset: dict[str, Any] = {"excludes": [], "max_tokens": None, "later": None, "at_least": False, "others": []}
+    said = {**_triggered(excludes=[], at_least_one=False), **unset}
+    said["tags"] = [{**tag, "content": {**tag["content"], "style": "json", **unset}, **unset} for tag in said["tags"]]
+    assert _form(said) == _form(_triggered())
+    assert _form(_all("or", {**ANY, **unset}, {**WORD, **unset}, **unset)) == _form(_all("or", ANY, WORD))
+    schema = {"type": "object", "additionalProperties": False, "default": None}
+    assert "null" in str(_form({"type": "json_schema", "json_schema": schema, "later": None}).structural_tag)
+    with pytest.raises(ParameterError, match="format has later, which is not known there"):
+        _form({**ANY, "later": 5})
+
+
 def test_a_text_of_a_tag_means_itself() -> None:
     for format, _ in MEANINGS.values():
         form = _form(format)

@@ -155,7 +155,8 @@ Format = (
     | Dispatch
 )
 _REPEATED = (Optional_, Plus, Star, Repeat)
-_NAMES = sorted(str(each.__struct_config__.tag) for each in Format.__args__)
+_KNOWN = {str(each.__struct_config__.tag): frozenset(each.__struct_fields__) for each in Format.__args__}
+_NAMES = sorted(_KNOWN)
 
 
 class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -192,12 +193,30 @@ def read(value: object, field: str) -> Format:
         if is_old:
             found: Format = _of_structures(msgspec.convert(value, _Structures))
         else:
-            found = msgspec.convert(value, StructuralTag).format
+            found = msgspec.convert({**value, "format": _without_unset(value["format"])}, StructuralTag).format
     except msgspec.ValidationError as error:
         _refuse_shape(value, str(error), field)
     except RecursionError:
         raise ParameterError(field, "is nested too deep", "schema_too_complex") from None
     return _Check(field).checked(found, "format")
+
+
+def _without_unset(node: object, kind: str = "") -> object:
+    """A format without what is null, and without unknown fields that ask for nothing. kind: where it says none."""
+    if not isinstance(node, dict):
+        return node
+    known = _KNOWN.get(str(node.get("type", kind)), frozenset(node))
+    given = {name: value for name, value in node.items() if value is not None}
+    kept = {name: value for name, value in given.items() if name in known or name == "type" or value not in (False, [])}
+    if "content" in kept:
+        kept["content"] = _without_unset(kept["content"])
+    for name, own in (("elements", ""), ("tags", "tag")):
+        if isinstance(kept.get(name), list):
+            kept[name] = [_without_unset(each, own) for each in kept[name]]
+    if isinstance(kept.get("rules"), list):
+        pairs = [list(each) if isinstance(each, list | tuple) else each for each in kept["rules"]]
+        kept["rules"] = [[*map(_without_unset, each)] if isinstance(each, list) else each for each in pairs]
+    return kept
 
 
 def _of_structures(old: _Structures) -> TriggeredTags:
@@ -320,7 +339,7 @@ class _Check:
             case TriggeredTags() | TagsWithSeparator():
                 return self._tags(node, where)
         self._leaf(node, where)
-        return node
+        return JsonSchema(node.json_schema) if isinstance(node, JsonSchema) else node  # equal wishes have one text
 
     def _of_dispatch(self, node: Dispatch, where: str) -> TriggeredTags:
         self._some(node.rules, where, "rules")
