@@ -10,7 +10,7 @@ from octavo.cache.layout import LAYOUTS
 from octavo.cache.pool import KVCachePool
 from octavo.kv_connector.orders import Order
 from octavo.kv_connector.worker import host_memory
-from octavo.kv_connector.worker.cache_bytes import CacheBytes
+from octavo.kv_connector.worker.cache_bytes import CacheBytes, joined
 from octavo.kv_connector.worker.mover import Job
 
 BLOCK, HEADS, HEAD = 16, 2, 8
@@ -67,3 +67,14 @@ def test_O_3_slots_take_hardly_more_pinned_memory_than_was_asked_for(monkeypatch
     pool.buffer.zero_()
     handler.handle(Job(Order(number=2, is_load=True, blocks=blocks, keys=[b""] * 9, slots=slots)))
     assert torch.equal(pool.buffer, expected)
+
+
+def test_rows_that_lie_one_behind_the_other_are_one_copy() -> None:
+    memory, other = torch.arange(60).view(10, 6), torch.arange(100, 112).view(2, 6)
+    rows = [memory[place] for place in (3, 4, 5, 9, 0, 1, 8)] + [other[1]]
+    found = list(joined(rows))
+    assert [(place, len(lines)) for place, lines in found] == [(0, 3), (3, 1), (4, 2), (6, 1), (7, 1)]
+    assert torch.equal(torch.cat([lines for _, lines in found]), torch.stack(rows))
+    found[0][1].fill_(-1)
+    assert (memory[3:6] == -1).all() and memory[2:7].min(1).values.tolist() == [12, -1, -1, -1, 36]
+    assert list(joined([])) == []
