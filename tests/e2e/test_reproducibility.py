@@ -13,7 +13,7 @@ from insides import runner_of
 from octavo import LLM
 from octavo.bench import reproducibility
 from octavo.bench.circumstances import Answer, Run, in_groups, make_jobs
-from octavo.bench.reproducibility import Bench, Difference
+from octavo.bench.reproducibility import Bench, Difference, make_axes
 from octavo.cli.flags import UsageError
 
 # Every axis in float32; in bfloat16 those that test_same_bits.py has not.
@@ -72,6 +72,21 @@ def test_a_model_that_depends_on_the_batch_is_caught(monkeypatch: pytest.MonkeyP
     for one, other in zip(expected, found, strict=True):
         difference.add(one, other)
     assert difference.different_folds > 0 and difference.different_tokens == 0
+
+
+def test_folds_of_plain_steps_are_told_by_position_where_drafts_are_in_flight() -> None:
+    """As on a GPU: the host knows bounds of lengths, and a step without drafts comes behind one with some."""
+    bench = Bench(None, {"dtype": "float32", "async_scheduling": True}, 1024, 0)
+    ((name, difference, remark),) = bench.results([], ["speculation"])
+    assert name == "speculation" and "NOT MET" not in remark
+    assert difference.tokens >= 1024 and not difference.any
+
+
+def test_few_blocks_are_counted_in_blocks_of_the_reference_where_layers_keep_states() -> None:
+    jobs = make_jobs(256, 1000, 1)
+    for device in ("cpu", "cuda"):
+        axes = {axis.name: axis.settings for axis in make_axes(device, jobs, random.Random(0), state_blocks=131)}
+        assert axes["preemption"]["num_gpu_blocks_override"] >= 131 and "block_size" not in axes["preemption"]
 
 
 def test_the_control_asks_float32_where_the_fast_mode_keeps_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ import gpu_states_rig  # noqa: E402
 import state_rig as rig  # noqa: E402
 from interpreted import run_rig  # noqa: E402
 from octavo.states.gpu import GpuStates  # noqa: E402
+from sass import unwritten_reads  # noqa: E402
 
 SHAPES = {"conv": (10240, 4), "delta": (16, 32, 128, 128), "mamba2": (128, 64, 8, 128), "mamba1": (8192, 16)}
 SHARED_BYTES = 232448  # of a processor, for one program
@@ -43,6 +44,7 @@ def test_its_kernels_compile_for_hopper_and_spill_no_register(
     for kernel in found:
         assert kernel.asm["cubin"] and kernel.metadata.shared <= SHARED_BYTES
         assert _spilled_bytes(kernel.asm["ptx"], tmp_path) == 0, kernel.metadata.name
+        assert unwritten_reads(kernel.asm["cubin"], tmp_path) == [], kernel.metadata.name
 
 
 def test_many_states_of_float32_fit_shared_memory_where_rows_decode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,8 @@ def make_axes(device: str, jobs: Sequence[Job], rng: random.Random, *, state_blo
     # as few as give preemptions, and not so few that hardly anybody runs
     if keeps_states:  # which take blocks, as does what tokens bring to them
         longest, needed = state_blocks + 20, needed * state_blocks * 16 // MAX_LEN // 2
-    tight, tighter = ({"num_gpu_blocks_override": max(longest, needed // part), "block_size": 16} for part in (4, 14))
+    size = {} if keeps_states else {"block_size": 16}  # `state_blocks` are of the device's own size
+    tight, tighter = ({"num_gpu_blocks_override": max(longest, needed // part), **size} for part in (4, 14))
     odd = Axis("odd kernel block", all_at_once, {"block_size": 144, "attention_config": {"kernel_block_size": 48}})
     axes = [
         Axis("batch size", in_groups),

@@ -35,7 +35,7 @@ _WALK_STAGES, _WALKED = 3, (torch.bfloat16, torch.float16)
 # Of Mamba-2 where rows decode: heads of a program at most, programs that keep a GPU busy, heads whose states are on
 # their way or used, registers of a thread (three programs of four warps a processor).
 _DECODE_HEADS, _DECODE_PROGRAMS, _DECODE_STAGES, _DECODE_REGISTERS = 8, 1024, 2, 168
-_DELTA_TILES = {"decode": (64, 4), "short": (64, 8), "long": (32, 8), _ADVANCING: (32, 8)}
+_DELTA_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _ADVANCING: (32, 8)}
 _MOST_STATES, _FEW_CHANNELS = 128, 32  # of float32: with more states, more channels do not fit a Hopper's shared memory
 _PARTS = 32  # programs of a row that advance states, which few rows do in a step
 _BLOCK_WARPS = 4
@@ -99,8 +99,7 @@ class GpuStates:
             query, key, qkv[:, 2 * rule.num_key_heads * keys :], qkv.stride(0), total, rate, *made, out,
             step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
             **_delta_shape(own, rule, qkv), **forms, VALUE_SIZE=values, TILE=tile,
-            ROWS=16 if step.max_query_len <= _FEW else own.chunk, ADVANCE=step.max_query_len > 1, num_stages=1,
-            **_delta_program(qkv, kind), **_PLAIN,
+            ADVANCE=step.max_query_len > 1, num_stages=1, **_delta_program(qkv, kind), **_PLAIN,
         )  # fmt: skip
         if step.max_query_len == 1:
             self._advance_delta(own, told, rule, qkv)

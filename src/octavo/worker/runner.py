@@ -413,8 +413,9 @@ class Runner:
         if num_samples < work.num_rows:
             hidden = hidden.index_select(0, at)
         logits = self.model.logits(hidden[:num_samples])
-        self._show(work, logits)
-        output = self._sampler(logits, self._sample_batch(work, batch, at))
+        drawn = self._sample_batch(work, batch, at)
+        self._show(work, logits, drawn)
+        output = self._sampler(logits, drawn)
         self._commit(batch, output.tokens, output.failed)
         self._take_back(output.held)
         return Told(output.logprobs, output.supports)
@@ -440,22 +441,25 @@ class Runner:
         self._commit_drafts(batch, output.tokens, output.failed)
         return Told(output.logprobs, output.supports)
 
-    def _show(self, work: StepShape, logits: torch.Tensor) -> None:
-        for observe in self._observers:
-            observe(logits, work.rows[work.sampling], work.seq_lens[work.sampling])
+    def _show(self, work: StepShape, logits: torch.Tensor, drawn: SampleBatch) -> None:
+        for observe in self._observers:  # lengths are bounds where drafts of a step in flight may be rejected
+            exact = drawn.positions.cpu().numpy() if self._drafter.is_on else work.seq_lens[work.sampling]
+            observe(logits, work.rows[work.sampling], exact)
 
     def _sample_again(self, work: StepShape, logits: torch.Tensor) -> Told:
         """After a graph has sampled as if all rows were plain: replace its tokens where some are not.
 
         logits: [R and padding, vocab_size].
         """
-        logits = logits[: work.num_rows]
-        self._show(work, logits)
-        if self._sampler.is_plain(work.rows):
+        logits, is_plain = logits[: work.num_rows], self._sampler.is_plain(work.rows)
+        if is_plain and not self._observers:
             return NOTHING_TOLD
         batch = self._buffers.view(work.num_rows, work.num_rows, 1, work.max_seq_len)
-        at = self._buffers.sampling.data[0, : work.num_rows]
-        output = self._sampler(logits, self._sample_batch(work, batch, at))
+        drawn = self._sample_batch(work, batch, self._buffers.sampling.data[0, : work.num_rows])
+        self._show(work, logits, drawn)
+        if is_plain:
+            return NOTHING_TOLD
+        output = self._sampler(logits, drawn)
         self._commit(batch, output.tokens, output.failed, again=True)
         self._take_back(output.held)
         return Told(output.logprobs, output.supports)

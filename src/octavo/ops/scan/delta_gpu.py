@@ -10,9 +10,10 @@ at the border, G the summed logarithms of what is left, and U the updates of the
 so that a row needs the rows up to it alone: a decoded token computes its block again from what is kept, and reads U.
 `delta_blocks` makes M, T and the factors of o, for all blocks side by side; `delta_scan` walks the chunks. The state is
 read once, and written at a chunk's end: by `delta_advance` where every row decodes one token, since `delta_scan` with
-that takes twice the registers. Products are of the model's type with float32 sums, but for T's, which is
-float32 (tf32 for 16-bit models). Invariants: a row of a product has the same bits in a tile of any height, and a factor
-of 0 adds nothing; so decoding takes a block at a time, and prompts a chunk. Rows beyond the end change none before.
+that takes twice the registers. Products are of the model's type with float32 sums, but for T's, which is float32 (tf32
+for 16-bit models). Prompts take a block of 16 tokens at a time, as decoding does: on a Hopper a product of 64 rows in
+tf32 has other bits now and then than one of 16. Invariants: a factor of 0 adds nothing, and rows beyond the end change
+none before.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
@@ -137,25 +138,16 @@ def substitute(
     begin,
     known,
     CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The chunk's updates [CHUNK, TILE], block after block of those at `begin`; blocks before `known` are there.
-
-    Unrolled: of a loop within the scan's, ptxas 12.8 leaves out what descriptors of shared memory begin with.
-    """
+    """The chunk's updates [CHUNK, TILE] with those of the block at `begin`; blocks before `known` are there."""
     place, first = tl.arange(0, CHUNK), begin // CHUNK * CHUNK
-    for stage in tl.static_range(ROWS // 16):
-        rest = right - tl.dot(m, u_all, input_precision=PRECISION)
-        u = tl.dot(t, rest, input_precision=PRECISION).to(u_all.dtype)
-        if ROWS == CHUNK:
-            wide = u
-        else:
-            wide = tl.reshape(tl.broadcast_to(u[None, :, :], (CHUNK // 16, 16, TILE)), (CHUNK, TILE))
-        is_block = (place // 16 == begin % CHUNK // 16 + stage) & (first + place // 16 * 16 >= known)
-        u_all = tl.where(is_block[:, None], wide, u_all)
-    return u_all
+    rest = right - tl.dot(m, u_all, input_precision=PRECISION)
+    u = tl.dot(t, rest, input_precision=PRECISION).to(u_all.dtype)
+    wide = tl.reshape(tl.broadcast_to(u[None, :, :], (CHUNK // 16, 16, TILE)), (CHUNK, TILE))
+    is_block = (place // 16 == begin % CHUNK // 16) & (first + place // 16 * 16 >= known)
+    return tl.where(is_block[:, None], wide, u_all)
 
 
 @triton.jit
@@ -200,7 +192,6 @@ def delta_scan(
     KEY_PADDED: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     STATE_FORM: tl.constexpr,
@@ -212,7 +203,7 @@ def delta_scan(
     PRECISION: tl.constexpr,
     ADVANCE: tl.constexpr,
 ):
-    """One row of the step, one head, TILE channels of the values; ROWS tokens at a time: 16, or a chunk.
+    """One row of the step, one head, TILE channels of the values; a block of 16 tokens at a time.
 
     ADVANCE: write states, too; without, every row has one token.
     """
@@ -229,7 +220,7 @@ def delta_scan(
     keeps_key = (tl.program_id(0) % tiles == 0) & (head % (HEADS // KEY_HEADS) == 0)  # the first of those that share it
     channel = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
     inside = channel < VALUE_SIZE
-    width, here, place = tl.arange(0, KEY_PADDED), tl.arange(0, ROWS), tl.arange(0, CHUNK)
+    width, here, place = tl.arange(0, KEY_PADDED), tl.arange(0, 16), tl.arange(0, CHUNK)
     within = width < KEY_SIZE
     keys = (key, KEY_HEADS * KEY_SIZE, key_head * KEY_SIZE, key_kept)
     values = (value, value_row, head * VALUE_SIZE, value_kept)
@@ -245,10 +236,10 @@ def delta_scan(
     slot = (token // 16 + 2 * row if ADVANCE else row) - computed // 16
     of_known = (of_row[0], input_first, token, known, known, BLOCK)
     u_all = tokens(updates, of_known, border, place, head, channel, inside, UPDATE_FORM, VALUE_SIZE).to(kind)
-    start = computed // ROWS * ROWS
-    count = tl.cdiv(end - start, ROWS) if ADVANCE else 1  # no loop: all is asked for before anything is waited for
+    start = computed // 16 * 16
+    count = tl.cdiv(end - start, 16) if ADVANCE else 1  # no loop: all is asked for before anything is waited for
     for index in tl.range(0, count, disable_licm=True):  # what moved out of it would spill
-        begin = start + index * ROWS
+        begin = start + index * 16
         at = begin + here
         k = tokens(keys, of_row, begin, here, key_head, width, within, KEY_FORM, KEY_SIZE)
         v = tokens(values, of_row, begin, here, head, channel, inside, VALUE_FORM, VALUE_SIZE)
@@ -267,7 +258,7 @@ def delta_scan(
         begun = tl.exp(own)[:, None]
         right = beta * (v.to(tl.float32) - begun * tl.dot(k, rounded, input_precision=PRECISION))
         right = tl.where((at < end)[:, None], right, 0.0)
-        u_all = substitute(right, m, t, u_all, begin, known, CHUNK, ROWS, TILE, PRECISION)
+        u_all = substitute(right, m, t, u_all, begin, known, CHUNK, TILE, PRECISION)
         result = begun * tl.dot(q, rounded, input_precision=PRECISION)
         result += tl.dot(f, u_all, input_precision=PRECISION)
         mask = is_new[:, None] & inside[None, :]
@@ -277,7 +268,7 @@ def delta_scan(
             keep(values, of_row, at, head, channel, v, mask, VALUE_FORM, VALUE_SIZE)
             shared = is_new[:, None] & within[None, :] & keeps_key
             keep(keys, of_row, at, key_head, width, k, shared, KEY_FORM, KEY_SIZE)
-        after, first = begin + ROWS, begin // CHUNK * CHUNK
+        after, first = begin + 16, begin // CHUNK * CHUNK
         chunk = first + place
         if ((after % CHUNK == 0) | (after >= end)) & (begin + 2 * CHUNK > end):
             stored = ((chunk >= computed) & (chunk < end))[:, None] & inside[None, :]
