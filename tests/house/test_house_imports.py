@@ -314,6 +314,11 @@ def test_mods_are_told_without_torch() -> None:
     assert _run(code) == ""
 
 
+def test_a_benchmark_of_a_start_imports_no_torch_ahead_of_it() -> None:
+    """An engine's start imports it beside other things, and is measured in processes that begin so."""
+    assert _run("import sys\nfrom octavo.bench.engine import dummy_model\nassert 'torch' not in sys.modules") == ""
+
+
 def test_import_octavo_loads_the_standard_library_only() -> None:
     foreign = _run(
         "import sys; before = set(sys.modules); import octavo\n"

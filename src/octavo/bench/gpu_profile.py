@@ -19,7 +19,6 @@ from typing import Any
 
 from octavo.bench.shapes import layers_of
 from octavo.llm import LLM
-from octavo.ops.scan import CHUNK
 
 # Family -> parts of kernel names, the first that fits; what fits none is "other".
 FAMILIES = {
@@ -86,6 +85,8 @@ def _work_of_layers(facts: dict[str, Any], load: Load) -> dict[str, tuple[float,
 
     A row that decodes stands in the middle of its chunk.
     """
+    from octavo.ops.scan import CHUNK  # as in `layers_of`
+
     layers, tokens = layers_of(facts), load.num_tokens
     hidden, vocab = facts["hidden_size"], facts["vocab_size"]
     heads, stream = sum(layer.heads for layer in layers), 4 * hidden * len(layers) * tokens

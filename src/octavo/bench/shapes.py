@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from octavo.ops.scan import CHUNK
-
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -115,6 +113,8 @@ class LayerWork:
 
 def layers_of(facts: dict[str, Any]) -> list[LayerWork]:
     """Of a shape of this module."""
+    from octavo.ops.scan import CHUNK  # imports torch, which an engine's start does beside other things
+
     hidden, head = facts["hidden_size"], facts["head_dim"]
     q, kv = (facts[name] * head for name in ("num_attention_heads", "num_key_value_heads"))
     if facts["model_type"] == "nemotron_h":
