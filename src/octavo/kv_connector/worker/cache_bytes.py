@@ -10,9 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 
 from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescription
+from octavo.ops.copying import to_device
 
 _STAGING_BYTES = 64 << 20  # of a direction: what is gathered on a GPU before it goes over the bus
 
@@ -110,8 +112,6 @@ class _Lane:
             self._staging = torch.empty(
                 (self._count, *self._blocks.shape[1:]), dtype=self._blocks.dtype, device=cache.device
             )
-            self._index = torch.empty(self._count, dtype=torch.int64, device=cache.device)
-            self._host_index = torch.empty(self._count, dtype=torch.int64, pin_memory=True)
 
     def run(self, blocks: Sequence[int], rows: Sequence[torch.Tensor], *, to_cache: bool) -> None:
         with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -121,18 +121,18 @@ class _Lane:
                     own = self._blocks[block, 0]
                     source, target = (row, own) if to_cache else (own, row)
                     target.copy_(source, non_blocking=True)
-                self._stream.synchronize()
-                return
-            for start in range(0, len(blocks), self._count):
-                part = slice(start, start + self._count)
-                self._gathered(blocks[part], rows[part], to_cache=to_cache)
+            else:
+                index = to_device(np.array(blocks, np.int64), self._device)
+                for start in range(0, len(blocks), self._count):
+                    part = slice(start, start + self._count)
+                    self._gather(index[part], rows[part], to_cache=to_cache)
+            # once: a thread that waits gives up the interpreter, and steps take it back when they like
+            self._stream.synchronize()
 
-    def _gathered(self, blocks: Sequence[int], rows: Sequence[torch.Tensor], *, to_cache: bool) -> None:
-        count = len(blocks)
-        staging, index = self._staging[:count], self._index[:count]
-        self._host_index[:count] = torch.tensor(blocks)
-        index.copy_(self._host_index[:count], non_blocking=True)
-        flat = staging.view(count, -1)
+    def _gather(self, index: torch.Tensor, rows: Sequence[torch.Tensor], *, to_cache: bool) -> None:
+        """Order the copies of blocks [at most as many as are staged]; those before them are done with the staging."""
+        staging = self._staging[: len(rows)]
+        flat = staging.view(len(rows), -1)
         if to_cache:
             for place, lines in joined(rows):
                 flat[place : place + len(lines)].copy_(lines, non_blocking=True)
@@ -141,7 +141,6 @@ class _Lane:
             torch.index_select(self._blocks, 0, index, out=staging)
             for place, lines in joined(rows):
                 lines.copy_(flat[place : place + len(lines)], non_blocking=True)
-        self._stream.synchronize()
 
 
 def joined(rows: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
