@@ -211,7 +211,7 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
                 "product": 8,
             },
         ),
-        ("Qwen3.5", {"delta_blocks": 2, "delta_scan": 3, "delta_advance": 1, "_gated_by": 1, "product": 8}),
+        ("Qwen3.5", {"delta_blocks": 2, "delta_scan": 2, "delta_advance": 1, "_gated_by": 1, "product": 8}),
         ("DeepSeek-V3", {"_latent_rope_store": 1, "_attend": 2, "_merge": 1, "_grouped_product": 4, "product": 8}),
     ],
 )

@@ -83,8 +83,8 @@ def test_a_thread_that_ends_leaves_no_memory_behind() -> None:
             thread.join()
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    before = resident_bytes(4)
-    assert resident_bytes(32) - before < 4 * x.nbytes, "one thread's scratch holds the rows"
+    grown = [-resident_bytes(4) + resident_bytes(32) for _ in range(3)]  # what is left behind is so each time
+    assert min(grown) < 4 * x.nbytes, "one thread's scratch holds the rows"
 
 
 @needs_native

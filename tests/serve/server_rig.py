@@ -74,9 +74,9 @@ class RunningServer:
         return f"http://{self.host}:{self.port}"
 
     def stderr(self) -> str:
-        """What was logged so far."""
-        self.log.seek(0)
-        return self.log.read().decode(errors="replace")
+        """What was logged so far. The server writes where this file stands, so it is read without moving there."""
+        size = os.fstat(self.log.fileno()).st_size
+        return os.pread(self.log.fileno(), size, 0).decode(errors="replace")
 
     def request(
         self,
