@@ -160,7 +160,8 @@ def test_rl_w8_a_meeting_ends_with_its_client_and_stops_nobody(own_server: Runni
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         place = {"master_address": "127.0.0.1", "master_port": silent.getsockname()[1], "world_size": 2}
-        with Client(own_server, {"init_info": place}, "/init_weight_transfer_engine"):
+        asked = {"init_info": place, "backend": "gloo"}  # the server's own one, files, meets nobody
+        with Client(own_server, asked, "/init_weight_transfer_engine"):
             while not waits():
                 pass
             assert ids_of(own_server) == before
