@@ -266,9 +266,17 @@ def whatever(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[An
 
 
 def with_drafts(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
-    """All at once, several tokens of a row in a step."""
+    """All at once, several tokens of a row in a step. Random weights may reject all that a method guesses."""
     answers = run.answers(jobs)
     stats = run.engine.scheduler.stats()
+    return answers, met(stats.num_draft_tokens, f"drafts, {stats.num_accepted_tokens} accepted")
+
+
+def with_right_drafts(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """The same, of whose drafts some must be accepted and some must not."""
+    answers = run.answers(jobs)
+    stats = run.engine.scheduler.stats()
+    met(stats.num_draft_tokens - stats.num_accepted_tokens, "drafts rejected")
     return answers, met(stats.num_accepted_tokens, f"of {stats.num_draft_tokens} drafts accepted")
 
 

@@ -47,9 +47,11 @@ from octavo.bench.circumstances import (
     whatever,
     with_drafts,
     with_other_logprobs,
+    with_right_drafts,
 )
 from octavo.bench.engine import dummy_model
 from octavo.bench.shapes import SHAPES
+from octavo.bench.speculation import Drafts
 from octavo.cli.flags import Parser
 from octavo.config.engine_config import DEFAULT_BLOCK_SIZE
 from octavo.config.settings import did_you_mean
@@ -67,6 +69,7 @@ _HOST = {
     "kv_load_failure_policy": "recompute",
 }
 _DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "adaptive_depth": False}
+_ORACLE = Drafts(num_drafts=4, probability=0.8, config={}, adapts=False)
 _CHUNK_SIZES = (7, 64, 100, 512)  # of a step, where layers keep states: of no block's size, and of a state's
 
 
@@ -106,9 +109,12 @@ class Axis:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def make_axes(device: str, jobs: Sequence[Job], rng: random.Random, *, state_blocks: int = 0) -> list[Axis]:
+def make_axes(
+    device: str, jobs: Sequence[Job], rng: random.Random, *, state_blocks: int = 0, answers: Path = Path()
+) -> list[Axis]:
     """All axes of a device but the restart. Axes that share an engine are neighbours.
 
+    answers: a file of prompts with their outputs, by which drafts are right that random weights would never accept.
     state_blocks: that a request of MAX_LEN tokens takes where layers keep states, so that the size of blocks is a power
     of two; 0: none does.
     """
@@ -133,6 +139,7 @@ def make_axes(device: str, jobs: Sequence[Job], rng: random.Random, *, state_blo
         Axis("host memory", from_elsewhere, {"kv_transfer_config": _HOST}),
         Axis("preemption", crowded, tight),
         Axis("speculation", with_drafts, {"speculative_config": _DRAFTS}),
+        Axis("oracle's drafts", with_right_drafts, {"speculative_config": _ORACLE.settings(answers)}),
         *(
             Axis(f"blocks of {size}", all_at_once, {"block_size": size})
             for size in (_STATE_BLOCK_SIZES if keeps_states else _BLOCK_SIZES)
@@ -197,14 +204,17 @@ class Bench:
 
     def results(self, restarted: list[Answer], chosen: Sequence[str]) -> Iterator[tuple[str, Difference, str]]:
         """Per axis its name, what differs, and a remark. `restarted`: what another process was given."""
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as folders, contextlib.ExitStack() as stack:
             run = stack.enter_context(self.run())
             expected = run.answers(self._jobs)
             if restarted:
                 yield "restart", _compare(expected, restarted), "another process"
             settings: dict[str, Any] = {}
             rng = random.Random(self._seed)
-            for axis in make_axes(self.device, self._jobs, rng, state_blocks=self._state_blocks):
+            answers = Path(folders.enter_context(tempfile.TemporaryDirectory(prefix="octavo-bench-")), "answers")
+            whole = [job.prompt + answer.tokens for job, answer in zip(self._jobs, expected, strict=True)]
+            answers.write_text(json.dumps(whole))
+            for axis in make_axes(self.device, self._jobs, rng, state_blocks=self._state_blocks, answers=answers):
                 if chosen and axis.name not in chosen:
                     continue
                 if axis.settings != settings:
