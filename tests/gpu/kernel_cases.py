@@ -251,6 +251,17 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         functools.partial(matmul_rig.check_fused, "cuda", (BF16,), exact=True, shapes=((2048, 1024, False),)),
         ("gemm.gemv._product",),
     ),
+    "few rows, weights held": (
+        functools.partial(
+            matmul_rig.check_fused,
+            "cuda",
+            (BF16,),
+            exact=True,
+            shapes=((2048, 1024, False),),
+            numbers=(2, 5, 8, 9, 16),
+        ),
+        ("gemm.held_gemm._product",),
+    ),
     "clustered products": (_clustered, ("gemm.cluster_gemm.product", "gemm.gated_gemm.gated_gemm")),
     "heads that draw": (_drawn_heads, ("sampling.fused_lm_head_sampling.product_and_draw",)),
     "a row alone, streamed": (

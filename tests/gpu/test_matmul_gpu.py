@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 from matmul_rig import DTYPES, TILES, check_fused, check_reference, distance, heavy_tailed
 from octavo.ops import gemm as matmul
 from octavo.ops.activation import gated_activation
-from octavo.ops.gemm import fused, gemv, gpu, pack_linear, skinny_gemm
+from octavo.ops.gemm import fused, gemv, gpu, held_gemm, pack_linear, skinny_gemm
 from octavo.ops.gemm.gpu import linear
 from octavo.ops.norm import rms_norm
 
@@ -126,13 +126,13 @@ def test_fused_products_have_the_bits_of_the_separate_operators() -> None:
 
 @pytest.mark.parametrize(("n", "k"), [shape for shape in SHAPES[:10] if shape[0] < 65536])
 def test_fused_products_of_model_shapes(n: int, k: int) -> None:
-    """At every number of rows that is served, with heavy tails."""
+    """At every number of rows that a kernel with what is beside it serves, with heavy tails."""
     weight = pack_linear(heavy_tailed(n, k, dtype=BF16, seed=1, device="cuda"))
     scale = torch.rand(k, device="cuda") + 0.5
-    for rows in range(1, skinny_gemm.MAX_ROWS + 2):
+    for rows in range(1, held_gemm.MAX_ROWS + 2):
         x = heavy_tailed(rows, k, dtype=BF16, seed=rows, device="cuda")
         residual = heavy_tailed(rows, n, dtype=BF16, seed=rows + 50, device="cuda")
-        assert fused.runs_fused(x, weight) == (rows <= skinny_gemm.MAX_ROWS)
+        assert fused.runs_fused(x, weight) or rows > skinny_gemm.MAX_ROWS
         normed = matmul.linear(rms_norm(x, scale, 1e-6), weight)
         assert torch.equal(fused.normed_linear(x, scale, 1e-6, weight), normed)
         gated = gated_activation(normed, "silu")
@@ -155,6 +155,19 @@ def test_a_row_alone_has_kernels_of_its_own() -> None:
         assert not gemv.serves(two[:, :k], weight, None, activation, normed=normed)
     wide = torch.empty(4096, 12288, dtype=BF16, device="cuda")
     assert not gemv.serves(x[:, :12288], wide, None, None, normed=True), "its norm would fill the registers"
+
+
+def test_few_rows_by_weights_that_fit_have_a_kernel_of_their_own() -> None:
+    cases = ((4096, 1024, None, True), (6144, 1024, "silu", True), (1024, 2048, None, False), (1024, 3072, None, False))
+    for n, k, activation, normed in cases:
+        weight = torch.empty(n, k, dtype=BF16, device="cuda")
+        for rows in (2, 5, 8, 16):
+            x = torch.empty(rows, k, dtype=BF16, device="cuda")
+            assert held_gemm.serves(x, weight, None, activation, normed=normed)
+            assert not held_gemm.serves(x, weight, torch.zeros(n), activation, normed=normed)
+        for rows in (1, 17):
+            x = torch.empty(rows, k, dtype=BF16, device="cuda")
+            assert not held_gemm.serves(x, weight, None, activation, normed=normed)
 
 
 def test_float32_products_are_not_rounded_to_tf32() -> None:

@@ -87,14 +87,18 @@ def check_fused(
     dtypes: tuple[torch.dtype, ...] = EXACT[:1],
     exact: bool = False,
     shapes: tuple[tuple[int, int, bool], ...] = ((64, 512, False), (128, 256, True), (64, 1024, False)),
+    numbers: tuple[int, ...] = (1, 3, 4),
 ) -> None:
-    """Products in one kernel with what is beside them, against the separate operators. shapes: N, K, with a bias."""
+    """Products in one kernel with what is beside them, against the separate operators, of some numbers of rows.
+
+    shapes: N, K, with a bias.
+    """
     for dtype in dtypes:
         for n, k, has_bias in shapes:
             bias = heavy_tailed(n, dtype=torch.float32, seed=6, device=device) if has_bias else None
             weight = heavy_tailed(n, k, dtype=dtype, seed=7, device=device) / 256
             scale = torch.rand(k, device=device) + 0.5
-            for rows in (1, 3, 4):
+            for rows in numbers:
                 x = heavy_tailed(rows, k, dtype=dtype, seed=8, device=device)
                 residual = heavy_tailed(rows, n, dtype=dtype, seed=9, device=device)
                 normed = linear(norm.rms_norm(x, scale, 1e-6), weight, bias, torch.empty_like(residual))

@@ -21,7 +21,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from octavo.ops.attention import decode, paged_plan, prefill, rope_decode_kernel  # noqa: E402
 from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
 from octavo.ops.compile import launch  # noqa: E402
-from octavo.ops.gemm import gemv  # noqa: E402
+from octavo.ops.gemm import gemv, held_gemm  # noqa: E402
 from octavo.ops.rope import Rotation  # noqa: E402
 
 CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
@@ -163,4 +163,24 @@ def test_one_row_added(compiled: list[Any], n: int, k: int) -> None:
     x, residual = torch.zeros(1, k, dtype=BF16), torch.zeros(1, n, dtype=BF16)
     gemv.product(
         x, torch.zeros(n, k, dtype=BF16), torch.zeros_like(residual), norm=None, eps=0.0, residual=residual, gated=False
+    )
+
+
+@pytest.mark.parametrize("num_rows", [5, 16])
+@pytest.mark.parametrize(
+    ("n", "k", "activation", "normed"),
+    [(6144, 1024, "silu", True), (4096, 1024, None, True), (1024, 3072, None, False)],
+)
+def test_few_rows_by_held_weights(
+    compiled: list[Any], n: int, k: int, activation: str | None, normed: bool, num_rows: int
+) -> None:
+    x, out = torch.zeros(num_rows, k, dtype=BF16), torch.zeros(num_rows, n // 2 if activation else n, dtype=BF16)
+    held_gemm.product(
+        x,
+        torch.zeros(n, k, dtype=BF16),
+        out,
+        norm=torch.ones(k) if normed else None,
+        eps=1e-6,
+        residual=None if normed else torch.zeros_like(out),
+        activation=activation,
     )

@@ -18,13 +18,15 @@ from octavo.ops.norm import rms_norm
 from octavo.ops.sampling import draw
 
 
-def runs_fused(x: Tensor, *weights: LinearWeight) -> bool:
-    """Whether products of as many rows as x [T, K], of its dtype, by these weights run in one kernel each."""
+def runs_fused(
+    x: Tensor, weight: LinearWeight, bias: Tensor | None = None, activation: str | None = None, *, normed: bool = False
+) -> bool:
+    """Whether the product of x [T, K] by this weight runs in one kernel with the norm before it, or what is behind."""
     if not x.is_cuda:
         return False
     from octavo.ops.gemm import skinny_gemm  # needs triton
 
-    return all(skinny_gemm.serves(x.shape[0], x.dtype, weight.storage) for weight in weights)
+    return skinny_gemm.serves(x, weight.storage, bias, activation, normed=normed)
 
 
 def gated_linear(x: Tensor, weight: LinearWeight, activation: str) -> Tensor:
@@ -62,7 +64,7 @@ def normed_linear(
     x: Tensor, norm: Tensor, eps: float, weight: LinearWeight, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
     """`linear` of the `rms_norm` of x [T, K] with norm [K], and its `gated_activation` if one is named."""
-    if runs_fused(x, weight):
+    if runs_fused(x, weight, bias, activation, normed=True):
         from octavo.ops.gemm import skinny_gemm  # needs triton
 
         return skinny_gemm.normed_linear(x, norm, eps, weight.storage, bias, activation)
@@ -81,7 +83,7 @@ def linear_add(x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: T
 
 def linear_add_at_once(x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: Tensor) -> Tensor | None:
     """`linear_add` in one kernel; None where there is none: a norm behind it then adds at less cost."""
-    if runs_fused(x, weight):
+    if runs_fused(x, weight, bias):
         from octavo.ops.gemm import skinny_gemm  # needs triton
 
         return skinny_gemm.linear_add(x, weight.storage, bias, residual)

@@ -228,7 +228,7 @@ def _streamed(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Tile:
+class Tile:
     """How a product is launched. stages: of the ring; 0 where a program holds all of its weights."""
 
     channels: int
@@ -239,7 +239,7 @@ class _Tile:
 
 
 @functools.cache
-def _tile(n: int, k: int, normed: bool, gated: bool, processors: int) -> _Tile | None:
+def tile_for(n: int, k: int, normed: bool, gated: bool, processors: int) -> Tile | None:
     """The best of a sweep on an H200, in chains of such products; None: not served."""
     sides = 2 if gated else 1
     if k % _MULTIPLE:
@@ -247,7 +247,7 @@ def _tile(n: int, k: int, normed: bool, gated: bool, processors: int) -> _Tile |
     channels, warps = (32, 2) if normed and not gated else (16, 1)
     programs, left = divmod(n // sides, channels)
     if not left and programs >= _MIN_PROGRAMS and 2 * k * channels * sides <= _MAX_BYTES:
-        return _Tile(channels, warps, programs, 0)
+        return Tile(channels, warps, programs, 0)
     channels, warps = (64, 4) if normed and not gated else (32, 2)
     programs, left = divmod(n // sides, channels)
     if left or programs < _MIN_PROGRAMS or (normed and k > _MAX_NORMED):
@@ -257,7 +257,7 @@ def _tile(n: int, k: int, normed: bool, gated: bool, processors: int) -> _Tile |
         part, programs = _PART // 2, 2 * processors
     elif programs > processors:
         num_bytes //= 2
-    return _Tile(channels, warps, programs, min(num_bytes // (2 * part * channels * sides), k // part + 1), part)
+    return Tile(channels, warps, programs, min(num_bytes // (2 * part * channels * sides), k // part + 1), part)
 
 
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, *, normed: bool) -> bool:
@@ -265,12 +265,17 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | Non
     plain = x.shape[0] == 1 and x.dtype == weight.dtype == torch.bfloat16
     if not plain or bias is not None or activation not in (None, "silu") or not x.is_cuda:
         return False
-    device = _device(x.device.index)
-    if device["max_shared_mem"] < 2 * _MAX_BYTES:
+    if not has_room(x.device, 2 * _MAX_BYTES):
         return False
-    if _tile(*weight.shape, normed, activation is not None, device["multiprocessor_count"]) is None:
+    processors = _device(x.device.index)["multiprocessor_count"]
+    if tile_for(*weight.shape, normed, activation is not None, processors) is None:
         return False
     return x.data_ptr() % 16 == weight.data_ptr() % 16 == 0  # copies to shared memory are 16 bytes wide
+
+
+def has_room(device: torch.device, num_bytes: int) -> bool:
+    """Whether a program may have so many bytes of a processor's shared memory."""
+    return _device(device.index)["max_shared_mem"] >= num_bytes
 
 
 @functools.cache
@@ -284,7 +289,7 @@ def product(
     """Into out [1, N]: the product of x, normed if there is a norm, through silu if gated, or plus the residual."""
     n, k = weight.shape
     padded = padded_length(k)
-    tile = _tile(n, k, norm is not None, gated, _device(x.device.index)["multiprocessor_count"])
+    tile = tile_for(n, k, norm is not None, gated, _device(x.device.index)["multiprocessor_count"])
     assert tile is not None, "the shape is served"
     kernel, more = (_streamed, {"STAGES": tile.stages}) if tile.stages else (_product, {"BK": 128})
     warps = tile.warps if tile.stages or norm is None else 4

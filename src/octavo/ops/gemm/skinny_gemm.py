@@ -1,6 +1,7 @@
 """Products of few rows on a GPU, each in one kernel with the norm before it and the activation or addition behind it.
 
-Owns that kernel; a row alone by weights that fit shared memory is `octavo.ops.gemm.gemv`'s. Does not know layers.
+Owns that kernel, and the choice of others: a row alone is `octavo.ops.gemm.gemv`'s, more rows by weights that fit
+shared memory are `octavo.ops.gemm.held_gemm`'s. Does not know layers.
 Invariant: the bits are those of `matmul`, `norm` and `activation`: K's order, the tree of squares, every rounding.
 """
 
@@ -18,7 +19,7 @@ from octavo.ops.activation import GATED_KINDS
 from octavo.ops.activation.gpu import gated_value
 from octavo.ops.compile.launch import begin_after, chained, launched
 from octavo.ops.compile.row_sum import padded_length
-from octavo.ops.gemm import gemv
+from octavo.ops.gemm import gemv, held_gemm
 from octavo.ops.gemm import gpu as matmul
 from octavo.ops.gemm.kernels import add_last
 from octavo.ops.norm.gpu import inverse_norm
@@ -91,8 +92,14 @@ def _product(
         tl.store(out_at, y, mask=live[None, :])
 
 
-def serves(num_rows: int, dtype: torch.dtype, weight: Tensor) -> bool:
-    """Whether rows of a dtype by weight [N, K] run here: few, of 16 bits, of a shape that the tiles divide."""
+def serves(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *, normed: bool = False
+) -> bool:
+    """Whether x [M, K] by weight [N, K] runs here: few rows of 16 bits, of a shape that the tiles divide."""
+    return _serves_few(x.shape[0], x.dtype, weight) or held_gemm.serves(x, weight, bias, activation, normed=normed)
+
+
+def _serves_few(num_rows: int, dtype: torch.dtype, weight: Tensor) -> bool:
     if not 0 < num_rows <= MAX_ROWS or not matmul.is_reproducible() or dtype not in (torch.bfloat16, torch.float16):
         return False
     return dtype == weight.dtype and _divides(*weight.shape)
@@ -147,7 +154,10 @@ def _launch(
 ) -> None:
     (num_rows, k), n = x.shape, weight.shape[0]
     assert weight.is_contiguous() and x.stride(1) == 1, "channels are contiguous"
-    assert serves(num_rows, x.dtype, weight), "rows and shape fit the kernel"
+    if held_gemm.serves(x, weight, bias, activation, normed=norm is not None):
+        held_gemm.product(x, weight, out, norm=norm, eps=eps, residual=residual, activation=activation)
+        return
+    assert _serves_few(num_rows, x.dtype, weight), "rows and shape fit the kernel"
     if gemv.serves(x, weight, bias, activation, normed=norm is not None):
         gated = activation is not None
         gemv.product(x, weight, out, norm=norm, eps=eps, residual=residual, gated=gated)
