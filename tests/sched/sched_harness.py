@@ -82,6 +82,7 @@ def make_scheduler(
     num_drafts: int = 0,
     num_next_tokens: int = 0,
     num_lookahead: int = 0,
+    advances: bool = False,
     **options: Any,
 ) -> Scheduler:
     kv = KVManager(
@@ -90,6 +91,7 @@ def make_scheduler(
         enable_prefix_caching=enable_prefix_caching,
         secret=b"test",
         num_next_tokens=num_next_tokens,
+        advances=advances,
     )
     limits = StepLimits(
         max_num_rows=max_num_seqs,

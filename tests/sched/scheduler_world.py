@@ -124,8 +124,10 @@ class World:
         self.connector = FakeConnector(saves_running=shape.saves_running, save_unit=unit) if loadable else None
         options = {"connector": self.connector, "clock": self.clock, "load_timeout": 10.0} if loadable else {}
         self.max_num_seqs = shape.max_num_seqs
+        self.advances = not shape.drafts and self.connector is None and shape.max_num_seqs % 2 > 0
         scheduler = make_scheduler(
             shape.groups,
+            advances=self.advances,
             num_blocks=smallest_pool(shape.groups, shape.max_len, shape.budget + shape.drafts + shape.lookahead)
             + shape.spare_blocks,
             max_num_seqs=shape.max_num_seqs,
@@ -223,8 +225,11 @@ class World:
             self.driver.worker.break_next = new[choice % len(new)].request_id
 
     def hold(self, choice: int) -> None:
-        """The next rows that would sample, so many, draw nothing: their forms' masks come late."""
-        self.driver.worker.hold_next = 1 + choice % 3
+        """The next rows that would sample, so many, draw nothing: their forms' masks come late.
+
+        Here no request says that it has a form, so that states of any may advance where they are.
+        """
+        self.driver.worker.hold_next = 0 if self.advances else 1 + choice % 3
 
     def reset(self) -> None:
         assert self.scheduler.kv.reset_prefix_cache() == (self.scheduler.kv.usage == 0.0)

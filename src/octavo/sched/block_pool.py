@@ -187,6 +187,17 @@ class BlockPool:
             if block != NULL_BLOCK:
                 self._unpublish(block)
 
+    def are_sole(self, blocks: Iterable[int]) -> bool:
+        """Whether each of these blocks has one reference."""
+        references = self._references
+        return all([references[block] == 1 for block in blocks])
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Let no hash find these blocks; who has references to them keeps them."""
+        for block in blocks:
+            if self._hashes[block] is not None:
+                self._unpublish(block)
+
     def reset_prefix_cache(self) -> bool:
         """Let no block be found. False, and nothing changes, unless all are free."""
         if self.num_free != self.num_blocks - 1:

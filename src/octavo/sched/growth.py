@@ -35,6 +35,13 @@ class Growth:
         self._kv, self._running, self._loads, self._drafting = kv, running, loads, drafting
         self._preempt, self._max_model_len = preempt, max_model_len
 
+    def headroom(self, num: int) -> int:
+        """Blocks that are kept free for those who run when one more is admitted. num: of tokens, for each and group."""
+        kv, rows = self._kv, self._running.rows
+        if not kv.cuts or not num:
+            return num * len(self._running.requests) * kv.num_groups
+        return kv.headroom(num, rows.num_computed[rows.num_tokens > 0])
+
     def grow(self, at: IntArray, num_new: IntArray, work: PlanBuilder) -> bool:
         """Blocks for the rows that leave theirs, in order, if need be those of requests behind.
 

@@ -17,12 +17,13 @@ has the blocks of its planned tokens in every group, and every entry that a late
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Sequence
 
 from octavo.cache.groups import CacheGroup
 from octavo.cache.policies import lost_prefixes, make_policies
+from octavo.plan import IntArray
 from octavo.request.request import Request
+from octavo.sched.advancing import NO_MOVES, Advancing, Moves
 from octavo.sched.block_pool import NULL_BLOCK, BlockPool, HashChain
 from octavo.sched.identity import LOCAL, CacheIdentity
 from octavo.sched.prefixes import Hit, Prefixes
@@ -66,8 +67,12 @@ class KVManager:
         secret: bytes = b"",
         identity: CacheIdentity = LOCAL,
         num_next_tokens: int = 0,
+        advances: bool = False,
     ) -> None:
-        """`num_blocks` counts the null block. `secret`: see HashChain; num_next_tokens: see StepLimits."""
+        """`num_blocks` counts the null block. `secret`: see HashChain; num_next_tokens: see StepLimits.
+
+        advances: see Advancing.
+        """
         self.identity, self.num_next_tokens = identity, num_next_tokens
         self.block_size = min(group.block_size for group in groups)
         self.num_groups = sum(group.parts.blocks for group in groups)  # blocks that a new block of tokens may take
@@ -85,6 +90,7 @@ class KVManager:
         self._states = [i for i, group in enumerate(groups) if group.kind == "state"]
         self._num_blocks = [group.parts.blocks for group in groups]  # of an entry
         self._pool = BlockPool(num_blocks, sum(self._num_blocks))
+        self._advancing = Advancing(self._groups, self._policies, self._pool, is_on=advances)
         self._prefixes = Prefixes(groups, self._policies, self._pool)
         self.unit = self._prefixes.unit  # hits are multiples of so many tokens
         self._chain = HashChain(self.block_size, secret=secret, identity=identity.encode(), num_ahead=num_next_tokens)
@@ -201,12 +207,20 @@ class KVManager:
         end = start + num_new + ahead
         if self._sliding:
             # Rejected drafts may take num_computed back, but never to before the last known token.
-            self._slide(entry, min(start, request.num_tokens - 1))
-        new = self._append_blocks(entry.tables, end, min(end - ahead, request.num_tokens))
+            is_exact = self._advancing.is_exact(request)
+            self._slide(entry, start if is_exact else min(start, request.num_tokens - 1))
+        # what a hash may find stays where it is as long as there is room for all
+        keeps = self._enable_prefix_caching and self._advancing.has_room(len(self._entries))
+        moves = NO_MOVES if keeps else self._advancing.moves(request, entry.tables, start, end)
+        new = self._append_blocks(entry.tables, end, min(end - ahead, request.num_tokens), moves)
         if new is None:
             return None
         entry.num_tokens = max(entry.num_tokens, end)
         return new
+
+    def headroom(self, num: int, computed: IntArray) -> int:
+        """See Advancing."""
+        return self._advancing.headroom(num, computed)
 
     def reserve_each(self, requests: Sequence[Request], starts: Sequence[int], ends: Sequence[int]) -> list[int] | None:
         """What `reserve` gives each to reach ends[i] tokens, where that is a block: requests[i] has computed starts[i].
@@ -380,10 +394,12 @@ class KVManager:
         tables = (table for entry in self._entries.values() for table in entry.tables)
         self._pool.check(tables, self._holds)
 
-    def _append_blocks(self, tables: list[list[int]], num_tokens: int, low: int) -> list[list[int]] | None:
+    def _append_blocks(
+        self, tables: list[list[int]], num_tokens: int, low: int, moves: Moves = NO_MOVES
+    ) -> list[list[int]] | None:
         """Blocks that tables lack for so many tokens, per group; empty if there is room; None if too few are free.
 
-        low: the fewest tokens that the row may have computed when the step is done.
+        low: the fewest tokens that the row may have computed when the step is done. moves: see Advancing.
         """
         if self._is_single and not self._zeroed:  # what nearly all models have
             table = tables[0]
@@ -395,25 +411,9 @@ class KVManager:
             blocks = self._pool.reserve(count)
             table += blocks
             return [blocks]
-        written: list[list[bool]] = []  # per group the entries that are new
-        for group, policy, table in zip(self._groups, self._policies, tables, strict=True):
-            entries = range(len(table) // group.parts.blocks, group.num_entries(num_tokens))
-            written.append([policy.is_written(index, low) for index in entries])
-        if not any(written):
-            return []
-        counts = [sum(own) * num for own, num in zip(written, self._num_blocks, strict=True)]
-        if sum(counts) > self._pool.num_free:
-            return None
-        new = []
-        for index, (own, num, table) in enumerate(zip(written, self._num_blocks, tables, strict=True)):
-            blocks = self._pool.reserve(counts[index])
-            if index in self._zeroed:
-                self._fresh += blocks
-            if not all(own):
-                rest, none = iter(blocks), itertools.repeat(NULL_BLOCK)
-                blocks = [next(rest if is_written else none) for is_written in own for _ in range(num)]
-            table += blocks
-            new.append(blocks)
+        new = self._advancing.append(tables, num_tokens, low, moves)
+        for index in self._zeroed if new else ():
+            self._fresh += [] if index in moves else filter(None, new[index])
         return new
 
     def _peak_blocks(self, num_tokens: int, max_new: int) -> int:

@@ -380,7 +380,7 @@ class Scheduler:
         if not num_new:
             return None
         # Without room for the running ones to grow the newcomer would soon be preempted, and computed again.
-        keep_free = HEADROOM_BLOCKS * len(self.running) * kv.num_groups
+        keep_free = self._growth.headroom(HEADROOM_BLOCKS)
         end = hit.num_tokens + num_new
         ahead = min(self.drafting.lookahead, self._max_model_len - end)
         blocks = kv.admit(request, hit, end + ahead, max_new=self._max_new, keep_free=keep_free, ahead=ahead)
@@ -409,7 +409,7 @@ class Scheduler:
 
     def _begin_load(self, request: Request, hit: Hit, num_found: int, work: PlanBuilder) -> bool | None:
         """Reserve blocks for `num_found` tokens behind the hit, and wait for them. None: they do not fit."""
-        end, keep_free = hit.num_tokens + num_found, HEADROOM_BLOCKS * len(self.running) * self.kv.num_groups
+        end, keep_free = hit.num_tokens + num_found, self._growth.headroom(HEADROOM_BLOCKS)
         if self.kv.admit(request, hit, end, max_new=self._max_new, keep_free=keep_free, loads=True) is None:
             if not self.running and not self.loads.keeps_blocks:
                 self.loads.refuse(request)  # its window is there twice, at both ends of the load

@@ -6,6 +6,7 @@ was in, so a result finds its request though the row has another one by then.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -130,10 +131,12 @@ def pack(growth: list[tuple[int, list[list[int]]]]) -> list[NewBlocks]:
     """From blocks by row to blocks by group."""
     if not growth:
         return []
-    packed = []
+    rows, packed = np.array([row for row, _ in growth], np.int64), []
     for group in range(len(growth[0][1])):
-        pairs = [(row, block) for row, blocks in growth for block in blocks[group]]
-        packed.append(NewBlocks(*np.array(pairs, np.int64).reshape(-1, 2).T))
+        parts = [blocks[group] for _, blocks in growth]
+        counts = [len(part) for part in parts]
+        blocks = np.fromiter(itertools.chain.from_iterable(parts), np.int64, sum(counts))
+        packed.append(NewBlocks(rows.repeat(counts), blocks))
     return packed
 
 

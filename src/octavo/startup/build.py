@@ -21,7 +21,7 @@ from octavo.config.kv_transfer import KVTransferConfig, read_kv_transfer
 from octavo.config.settings import ConfigError
 from octavo.config.speculative import cheap_tokens
 from octavo.engine import EngineCore
-from octavo.kv_connector import Connector
+from octavo.kv_connector import NO_CONNECTOR, Connector
 from octavo.kv_connector.orders import EngineSide
 from octavo.kv_connector.table import Kind, check_groups, make_kind, scheduler_half, secret_of
 from octavo.observe import Phases
@@ -207,6 +207,7 @@ def _make_scheduler(
             secret=secret,
             identity=identity,
             num_next_tokens=plan.limits.num_next_tokens,
+            advances=not plan.limits.max_num_drafts and connector is NO_CONNECTOR,
         )
     except MemoryError:
         free, total = map(show_bytes, probe.memory_bytes())

@@ -1,0 +1,117 @@
+"""Advancing: how requests with several groups get blocks, and how states of rows that decode go on in those they have.
+
+Owns which entries get blocks, which state may take those of the one before it, and what running rows need yet. A new state lies
+elsewhere than the one that it follows from wherever somebody may still want that one: a snapshot is to be found, drafts
+may be rejected, a form may hold the row. Where nobody does, both would double what each row takes, and rows that cross
+a border together would not fit. Operators read what they need of a state before they write the next one, where a row
+has one token in the step. Invariant: blocks that are taken over have one owner, and no hash finds them from then on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from octavo.cache.groups import CacheGroup
+from octavo.cache.policies import Policy
+from octavo.plan import IntArray
+from octavo.request.request import Request
+from octavo.sched.block_pool import NULL_BLOCK, BlockPool
+
+Moves = Mapping[int, list[int]]  # by group: the blocks that the last entry of a row gives to its next one
+NO_MOVES: Moves = {}
+
+
+class Advancing:
+    """Of all requests of a KVManager."""
+
+    def __init__(
+        self, groups: Sequence[CacheGroup], policies: Sequence[Policy], pool: BlockPool, *, is_on: bool
+    ) -> None:
+        """policies: of the groups, in order. is_on: no row has drafts, and no connector reads its states."""
+        self._groups, self._pool, self._is_on = list(zip(groups, policies, strict=True)), pool, is_on
+        self._num_plain = sum(group.parts.blocks for group in groups if group.is_attention)
+        self._inputs = [group for group in groups if group.kind == "inputs"]
+        self._states = [(index, group) for index, group in enumerate(groups) if group.kind == "state"]
+        chunks = [group.parts.blocks * -(-group.chunk // group.block_size) for group in self._inputs]
+        self._needed = self._num_plain + sum(chunks) + sum([group.parts.blocks for _, group in self._states])
+
+    def is_exact(self, request: Request) -> bool:
+        """Whether no result takes back what a plan counts as computed of a request."""
+        params = request.params  # a form may hold its row, which computes a token again
+        return self._is_on and params.structured_outputs is None and params.thinking is None
+
+    def moves(self, request: Request, tables: Sequence[Sequence[int]], start: int, end: int) -> Moves:
+        """What may move where a request goes from `start` to `end` tokens: the states that it reads until the next.
+
+        Of rows that decode: they cross the border with a step of one token.
+        """
+        known = request.num_tokens + request.num_in_flight
+        if not self._states or end != start + 1 or end != known or not self.is_exact(request):
+            return NO_MOVES
+        found = {}
+        for index, group in self._states:
+            num, table = group.parts.blocks, tables[index]
+            have = len(table) // num
+            if have and group.num_entries(end) == have + 1:
+                blocks = list(table[-num:])
+                if blocks[0] != NULL_BLOCK and self._pool.are_sole(blocks):
+                    found[index] = blocks
+        return found
+
+    def append(
+        self, tables: Sequence[list[int]], num_tokens: int, low: int, moves: Moves
+    ) -> list[list[int]] | None:
+        """Blocks that tables lack for so many tokens, per group; empty if there is room; None if too few are free.
+
+        low: the fewest tokens that the row may have computed when the step is done.
+        """
+        written: list[list[bool]] = []  # per group the entries that are new
+        for (group, policy), table in zip(self._groups, tables, strict=True):
+            entries = range(len(table) // group.parts.blocks, group.num_entries(num_tokens))
+            written.append([policy.is_written(index, low) for index in entries])
+        if not any(written):
+            return []
+        counts = [sum(own) * group.parts.blocks for own, (group, _) in zip(written, self._groups, strict=True)]
+        for index in moves:
+            counts[index] = 0
+        if sum(counts) > self._pool.num_free:
+            return None
+        new = []
+        for index, (own, table) in enumerate(zip(written, tables, strict=True)):
+            if index in moves:
+                blocks = moves[index]
+                table[-len(blocks) :] = [NULL_BLOCK] * len(blocks)  # nobody but the row reads there, until it goes on
+                self._pool.forget(blocks)
+            else:
+                blocks = self._pool.reserve(counts[index])
+                if not all(own):
+                    rest, none = iter(blocks), itertools.repeat(NULL_BLOCK)
+                    num = self._groups[index][0].parts.blocks
+                    blocks = [next(rest if is_written else none) for is_written in own for _ in range(num)]
+            table += blocks
+            new.append(blocks)
+        return new
+
+    def has_room(self, num_requests: int) -> bool:
+        """Whether enough blocks are free that each request may have a state more, and an open chunk beside it."""
+        return self._pool.num_free >= num_requests * self._needed
+
+    def headroom(self, num: int, computed: IntArray) -> int:
+        """Blocks that rows which have `computed` so many tokens each, [N], soon need.
+
+        Of attention `num` blocks of tokens; of states what they lack of all that they have at once: where a result may
+        take tokens back, a chunk and two states more, for what lies behind is given back when the next block begins.
+        """
+        total, spare = num * len(computed) * self._num_plain, 0 if self._is_on else 1
+        for group in self._inputs:
+            most = -(-group.chunk // group.block_size)
+            held = -(-computed // group.block_size) - computed // group.chunk * group.chunk // group.block_size
+            total += group.parts.blocks * int(((1 + spare) * most - held).clip(min=0).sum())
+        for _, group in self._states:
+            dead = np.maximum((computed - 1) // group.block_size - 1, 0)
+            held = -(-computed // group.unit) * group.unit // group.block_size - dead
+            total += group.parts.blocks * int((1 + 2 * spare - held).clip(min=0).sum())
+        return total

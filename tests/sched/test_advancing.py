@@ -1,0 +1,161 @@
+"""States of rows that decode go on in the blocks that they have: how many rows fit, and what stays right."""
+
+from __future__ import annotations
+
+import msgspec
+
+import pytest
+import torch
+
+from octavo.bench.shapes import SHAPES
+from octavo.cache.groups import CacheGroup, block_bytes, make_groups
+from octavo.cache.specs import AttentionSpec, LayerSpec, NoCache
+from octavo.config.engine_config import DEFAULT_BLOCK_SIZE
+from octavo.layers.recurrent import Mamba2Scan, ShortConvolution, state_spec
+from octavo.request.request import Request
+from octavo.request.structured_outputs import StructuredOutputsParams
+from octavo.request.thinking import Thinking
+from octavo.sched.kv_manager import KVManager
+from octavo.sched.scheduler import Scheduler
+from sched_harness import full, make_request, make_scheduler, states
+from step_words import result_of
+
+GIB = 1 << 30
+
+
+def groups_of(facts: dict, block_size: int) -> tuple[CacheGroup, ...]:
+    """The cache groups of a shape of Nemotron-H's in bfloat16, states in float32."""
+    heads, size, shared = facts["mamba_num_heads"], facts["mamba_head_dim"], facts["n_groups"] * facts["ssm_state_size"]
+    conv = ShortConvolution(0, heads * size + 2 * shared, facts["conv_kernel"], torch.bfloat16)
+    scan = Mamba2Scan(0, heads, size, facts["n_groups"], facts["ssm_state_size"], torch.bfloat16)
+    attention = AttentionSpec(
+        num_heads=facts["num_attention_heads"],
+        num_kv_heads=facts["num_key_value_heads"],
+        head_size=facts["head_dim"],
+        scale=0.1,
+    )
+    specs: dict[str, LayerSpec] = {"M": state_spec(conv, scan), "*": attention, "-": NoCache()}
+    return make_groups([specs[letter] for letter in facts["hybrid_override_pattern"]], block_size, 2)
+
+
+def decode(scheduler: Scheduler) -> tuple[int, int]:
+    """Run what was added to its end, one step in flight: (steps, the most blocks that were in use)."""
+    steps, most, before, table = 0, 0, None, scheduler._running.rows
+    while scheduler.num_unfinished:
+        known, plan = table.num_known - table.num_tokens, scheduler.schedule()
+        entered = [new.row for new in plan.new_rows]
+        known[entered] = 0
+        drawn = plan.rows[(table.num_known - table.num_tokens > known)[plan.rows]].tolist()
+        most = max(most, scheduler.kv._pool.num_blocks - 1 - scheduler.kv.num_free_blocks)
+        steps += len(plan.rows) > 0
+        if before is not None:
+            scheduler.update(*before)
+        before = (plan, result_of(plan.step, drawn, [[7]] * len(drawn))) if plan.has_work else None
+    return steps, most
+
+
+def run_shape(num_rows: int, num_bytes: int, block_size: int = DEFAULT_BLOCK_SIZE["cuda"], **options) -> tuple[int, int, int]:
+    """Requests of 16 tokens that decode 256, on Nemotron-H's shape: (steps, preemptions, most bytes in use)."""
+    groups = groups_of(SHAPES["mamba2"], block_size)
+    size = block_bytes(groups, 2)
+    scheduler = make_scheduler(
+        groups,
+        num_blocks=num_bytes // size,
+        max_num_seqs=num_rows,
+        max_num_batched_tokens=8192,
+        max_model_len=4096,
+        **options,
+    )
+    for _ in range(num_rows):
+        scheduler.add(make_request(16, 256, ignore_eos=True))
+    steps, most = decode(scheduler)
+    return steps, scheduler.num_preemptions, most * size
+
+
+def test_512_rows_of_mamba_2_fit_what_an_h200_leaves_its_cache() -> None:
+    """105 GiB beside 15 of weights. A row has one state, 104 MiB, the inputs of one chunk, 60, and five of K and V."""
+    assert run_shape(512, 105 * GIB, enable_prefix_caching=False, advances=True) == (256, 0, 512 * 169 << 20)
+
+
+@pytest.mark.parametrize("caching", [False, True], ids=["forgets", "caches"])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_rows_that_are_admitted_together_stay_where_each_has_one_state(caching: bool, block_size: int) -> None:
+    """Of 32 rows of 169 MiB 31 fit 5.2 GiB. With hashes what they keep for others goes before any row does."""
+    fields = {"block_size": block_size, "enable_prefix_caching": caching, "advances": True}
+    assert run_shape(31, 31 * 187 << 20, **fields)[:2] == (256, 0)
+    steps, preempted, most = run_shape(31, 31 * 600 << 20, **fields)
+    assert (steps, preempted) == (256, 0)
+    assert (most > 31 * 250 << 20) == caching, "where there is room for all, a state that a hash may find stays"
+
+
+def test_without_it_rows_that_cross_a_border_together_have_three_states() -> None:
+    """So drafts may be rejected behind it; and as many are admitted as do not drive each other out."""
+    steps, preempted, most = run_shape(32, 32 * 450 << 20, enable_prefix_caching=False)
+    assert (steps, preempted, most) == (256, 0, 32 * (3 * 104 + 2 * 60 + 5) << 20)
+    assert run_shape(32, 32 * 200 << 20, enable_prefix_caching=False)[1] <= 2
+
+
+def make_pair(**fields) -> tuple[KVManager, Request]:
+    """A manager of small blocks, and a request of 16 tokens that has computed 15 of 16."""
+    kv = KVManager((full(), *states(16, blocks=2)), 100, advances=True, **fields)
+    request = make_request(16, 100)
+    assert kv.admit(request, kv.match(request, 15), 15, max_new=100, keep_free=0) is not None
+    request.num_computed = 15
+    return kv, request
+
+
+def grow(kv: KVManager, request: Request, end: int, *, checks: bool = True) -> list[int]:
+    """One token at a time up to `end`: the blocks of its states, nulls too."""
+    while request.num_computed < end:
+        if request.num_computed == request.num_tokens:
+            request.append(1)
+        assert kv.reserve(request, 1) is not None
+        request.num_computed += 1
+        kv.publish(request, request.num_computed)
+        kv.take_fresh()
+        if checks:
+            kv.check()
+    return kv.tables(request)[2]
+
+
+def test_a_new_state_takes_the_blocks_of_the_one_before_it() -> None:
+    kv, request = make_pair(enable_prefix_caching=False)
+    first = grow(kv, request, 20)
+    assert len(first) == 2 and all(first)
+    assert grow(kv, request, 28) == first
+    assert grow(kv, request, 29) == [0, 0, *first]
+    assert grow(kv, request, 80) == [0] * 8 + first
+
+
+def test_what_a_hash_finds_stays_where_there_is_room_and_goes_where_there_is_none() -> None:
+    kv, request = make_pair()
+    first = grow(kv, request, 28)
+    second = grow(kv, request, 29)
+    assert second[:2] == first and not set(second[2:]) & set(first)
+    assert grow(kv, request, 40)[2:] == second[2:]
+    taken = kv._pool.reserve(kv.num_free_blocks - 6)
+    assert grow(kv, request, 45, checks=False) == [0] * 4 + second[2:]
+    assert all(kv._pool._hashes[block] is None for block in second[2:]), "no hash finds what will be overwritten"
+    kv._pool.release(taken)
+    other = make_request([*request.tokens, 9])
+    assert kv.match(other, other.max_hit).num_tokens <= 31, "the state at 32 is nobody's any more"
+
+
+@pytest.mark.parametrize("why", ["a form", "reasoning", "a reader", "a prompt", "no", "a step of several tokens"])
+def test_a_state_stays_where_somebody_may_read_it_again(why: str) -> None:
+    """A row that a form holds computes its token again; a prompt's step has several tokens, whose places race."""
+    kv, request = make_pair(enable_prefix_caching=False)
+    if why == "a form":
+        request.params = msgspec.structs.replace(request.params, structured_outputs=StructuredOutputsParams(regex="a+"))
+    if why == "reasoning":
+        request.params = msgspec.structs.replace(request.params, thinking=Thinking(closing="</a>", closing_ids=[3], is_open=True))
+    blocks = grow(kv, request, 28)
+    if why == "a reader":
+        for block in blocks:
+            kv._pool.share(block)
+    if request.num_computed == request.num_tokens:
+        request.append(1)
+    if why in ("a prompt", "a step of several tokens"):
+        request.append(1)
+    assert kv.reserve(request, 2 if why == "a step of several tokens" else 1) is not None
+    assert (kv.tables(request)[2] == [0, 0, *blocks]) == (why == "no")
