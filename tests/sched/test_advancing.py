@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import msgspec
-
 import pytest
 import torch
 
@@ -54,7 +53,9 @@ def decode(scheduler: Scheduler) -> tuple[int, int]:
     return steps, most
 
 
-def run_shape(num_rows: int, num_bytes: int, block_size: int = DEFAULT_BLOCK_SIZE["cuda"], **options) -> tuple[int, int, int]:
+def run_shape(
+    num_rows: int, num_bytes: int, block_size: int = DEFAULT_BLOCK_SIZE["cuda"], **options
+) -> tuple[int, int, int]:
     """Requests of 16 tokens that decode 256, on Nemotron-H's shape: (steps, preemptions, most bytes in use)."""
     groups = groups_of(SHAPES["mamba2"], block_size)
     size = block_bytes(groups, 2)
@@ -148,7 +149,9 @@ def test_a_state_stays_where_somebody_may_read_it_again(why: str) -> None:
     if why == "a form":
         request.params = msgspec.structs.replace(request.params, structured_outputs=StructuredOutputsParams(regex="a+"))
     if why == "reasoning":
-        request.params = msgspec.structs.replace(request.params, thinking=Thinking(closing="</a>", closing_ids=[3], is_open=True))
+        request.params = msgspec.structs.replace(
+            request.params, thinking=Thinking(closing="</a>", closing_ids=[3], is_open=True)
+        )
     blocks = grow(kv, request, 28)
     if why == "a reader":
         for block in blocks:

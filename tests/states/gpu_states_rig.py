@@ -10,6 +10,7 @@ import torch
 
 import state_rig as rig
 from octavo.layers.recurrent import GatedDeltaRule, ShortConvolution, state_spec
+from octavo.ops.scan import SHORT_CHUNK
 from octavo.rl.autograd import recurrent
 from octavo.rl.autograd.recurrent import DeltaSizes, gated_delta, short_conv
 from octavo.rl.pack import Pack
@@ -87,15 +88,19 @@ def packed_sequences() -> None:
 
 
 def check_decoding(device: str, name: str, dtype: torch.dtype, sizes: tuple[int, ...] = ()) -> None:
-    """Two prompts that end shortly before a border, then steps of one token a row across it."""
+    """Two prompts that end shortly before a border, then steps of one token a row across it. Row 0 has one state."""
     case = MAKERS[name](dtype, *sizes)
-    chunk = case.part.chunk
-    drawn = rig.draw_all(case, (chunk + 3, chunk + 2))
+    chunk = case.part.chunk or SHORT_CHUNK
+    drawn = rig.draw_all(case, (2 * chunk + 3, chunk + 2))
     move(case, device)
     rows = rig.Rows(case, GpuStates(), drawn, beside=[rig.ATTENTION], device=device)
+    rows.keep_one_state(0)
     rows.compute({0: chunk - 1, 1: chunk - 2})
     for _ in range(4):
         rows.compute({0: 1, 1: 1})
+    rows.compute({0: chunk - 4})
+    for _ in range(4):  # from a state on
+        rows.compute({0: 1})
     move(case, "cpu")
     for found, own in zip(rows.results, drawn, strict=True):
         expected = case.oracle(own)
@@ -103,9 +108,7 @@ def check_decoding(device: str, name: str, dtype: torch.dtype, sizes: tuple[int,
         assert error < (3e-5 if dtype is torch.float32 else 3e-2), (name, error)
 
 
-_DECODED = {
-    f"{name} decodes": lambda name=name: check_decoding("cpu", name, torch.float32) for name in ("delta", "mamba2")
-}
+_DECODED = {f"{name} decodes": lambda name=name: check_decoding("cpu", name, torch.float32) for name in MAKERS}
 INTERPRETED = (
     {name: lambda name=name: interpreted(name) for name in MAKERS}
     | _DECODED

@@ -190,6 +190,12 @@ class Rows:
         self.computed = [0] * len(drawn)
         self.results = [torch.empty(0)] * len(drawn)
 
+    def keep_one_state(self, row: int) -> None:
+        """Let the states of a row at all borders have the same blocks, as those of a row that decodes have."""
+        blocks = self.own.states[0].blocks
+        table = self.own.state_table[row]
+        table.copy_(table[:blocks].repeat(len(table) // blocks))
+
     def compute(self, counts: dict[int, int], spoilt: int = 0) -> None:
         """A step: so many tokens of each row, in the order given. spoilt: as many more follow, which are rejected."""
         brought, starts, lengths, positions = [], [0], [], []

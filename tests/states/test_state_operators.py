@@ -124,6 +124,23 @@ def test_a_state_in_bfloat16_is_rounded_at_borders_alone() -> None:
             assert torch.equal(rows.results[0], found)
 
 
+@each_backend
+@each_case
+def test_a_new_state_may_take_the_blocks_of_the_one_before_it(backend: StateBackend, name: str) -> None:
+    """Of a row that decodes: all is read of a state before the next one is written."""
+    case = rig.CASES[name]()
+    chunk = case.part.chunk or 16
+    drawn = rig.draw_all(case, (2 * chunk + 3, 2 * chunk + 5))
+    expected = rig.alone(case, backend, drawn)
+    rows = rig.Rows(case, backend, drawn)
+    rows.keep_one_state(0)
+    rows.compute({0: chunk - 1, 1: 2 * chunk + 1})
+    for count in (1, 1, chunk - 2, 1, 1, 1, 1):
+        rows.compute({0: count} | ({1: 1} if rows.computed[1] < 2 * chunk + 5 else {}))
+    for found, own in zip(rows.results, expected, strict=True):
+        assert torch.equal(found, own)
+
+
 @each_case
 def test_H_3_a_state_behind_rejected_tokens_is_written_again(name: str) -> None:
     """A verification may pass a border with tokens that are rejected: what it wrote there is of no row's tokens."""

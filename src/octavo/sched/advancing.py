@@ -1,10 +1,11 @@
 """Advancing: how requests with several groups get blocks, and how states of rows that decode go on in those they have.
 
-Owns which entries get blocks, which state may take those of the one before it, and what running rows need yet. A new state lies
-elsewhere than the one that it follows from wherever somebody may still want that one: a snapshot is to be found, drafts
-may be rejected, a form may hold the row. Where nobody does, both would double what each row takes, and rows that cross
-a border together would not fit. Operators read what they need of a state before they write the next one, where a row
-has one token in the step. Invariant: blocks that are taken over have one owner, and no hash finds them from then on.
+Owns which entries get blocks, which state may take those of the one before it, and what running rows need yet. A new
+state lies elsewhere than the one that it follows from wherever somebody may still want that one: a snapshot is to be
+found, drafts may be rejected, a form may hold the row. Where nobody does, both would double what each row takes, and
+rows that cross a border together would not fit. Operators read what they need of a state before they write the next
+one, where a row has one token in the step. Invariant: blocks that are taken over have one owner, and no hash finds them
+from then on.
 """
 
 from __future__ import annotations
@@ -61,9 +62,7 @@ class Advancing:
                     found[index] = blocks
         return found
 
-    def append(
-        self, tables: Sequence[list[int]], num_tokens: int, low: int, moves: Moves
-    ) -> list[list[int]] | None:
+    def append(self, tables: Sequence[list[int]], num_tokens: int, low: int, moves: Moves) -> list[list[int]] | None:
         """Blocks that tables lack for so many tokens, per group; empty if there is room; None if too few are free.
 
         low: the fewest tokens that the row may have computed when the step is done.
@@ -108,8 +107,8 @@ class Advancing:
         total, spare = num * len(computed) * self._num_plain, 0 if self._is_on else 1
         for group in self._inputs:
             most = -(-group.chunk // group.block_size)
-            held = -(-computed // group.block_size) - computed // group.chunk * group.chunk // group.block_size
-            total += group.parts.blocks * int(((1 + spare) * most - held).clip(min=0).sum())
+            opened = -(-computed // group.block_size) - computed // group.chunk * group.chunk // group.block_size
+            total += group.parts.blocks * int(((1 + spare) * most - opened).clip(min=0).sum())
         for _, group in self._states:
             dead = np.maximum((computed - 1) // group.block_size - 1, 0)
             held = -(-computed // group.unit) * group.unit // group.block_size - dead

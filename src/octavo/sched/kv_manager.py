@@ -412,8 +412,9 @@ class KVManager:
             table += blocks
             return [blocks]
         new = self._advancing.append(tables, num_tokens, low, moves)
-        for index in self._zeroed if new else ():
-            self._fresh += [] if index in moves else filter(None, new[index])
+        if new:
+            for index in self._zeroed:
+                self._fresh += [] if index in moves else filter(None, new[index])
         return new
 
     def _peak_blocks(self, num_tokens: int, max_new: int) -> int:
