@@ -1,4 +1,7 @@
-"""Blocks from GPU to GPU: by NCCL (P.4, O.2), and between sides that differ (T): the same bits, and deadlines."""
+"""Blocks from GPU to GPU: by NCCL (P.4, O.2), and between sides that differ (T): the same bits, and deadlines.
+
+And blocks over the bus (O.1): each byte where it belongs, whichever way they are copied.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +19,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from octavo import LLM
+from octavo.kv_connector.worker import cache_bytes
+from octavo.kv_connector.worker.cache_bytes import CacheBytes
+from octavo.ops.copying import can_copy_pieces
 from peer_engine import peer
 from test_p2p import LONG, PARAMS, PROMPTS, WAYS, bits, need_library, p2p, until_idle, with_transfer
 
@@ -84,3 +91,43 @@ def test_T_2_T_3_N_5_one_gpus_blocks_pass_into_blocks_of_another_size(name: str,
             until_idle(llm)
             assert llm.reset_prefix_cache()
         assert not llm.engine.scheduler.stats().num_load_failures
+
+
+@pytest.mark.parametrize("pages", [1, 5])
+@pytest.mark.parametrize("way", ["pieces", "staged"])
+def test_O_1_blocks_cross_the_bus_whole(way: str, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than one call orders, or are staged at once, by two threads' turns; no other byte changes."""
+    if way == "pieces" and not can_copy_pieces(torch.device("cuda")):
+        pytest.skip("the driver takes no copies in batches")
+    monkeypatch.setattr(cache_bytes, "_LEAST_PIECE", 1 if way == "pieces" else 1 << 40)
+    monkeypatch.setattr(cache_bytes, "_MAX_PIECES", 128)
+    data = torch.randint(256, (pages, 300, 4096), dtype=torch.uint8, device="cuda")
+    monkeypatch.setattr(cache_bytes, "_STAGING_BYTES", 32 * pages * 4096)
+    cache, before = CacheBytes(data, 1 << 30), data.clone()
+    memory = cache.host_memory(200, cache.block_bytes)
+    blocks, places = (np.random.default_rng(1).permutation(n)[:180].tolist() for n in (300, 200))
+    rows = [memory[place] for place in places]
+    torch.cuda.synchronize()
+    cache.read(blocks, rows)
+    assert torch.equal(torch.stack(rows), before[:, blocks].transpose(0, 1).reshape(180, -1).cpu())
+    data[:, blocks] = 255
+    torch.cuda.synchronize()
+    cache.write(blocks, rows)
+    assert torch.equal(data, before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_O_1_C_13_blocks_from_host_memory_give_the_bits_of_computing(
+    layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_bytes, "_LEAST_PIECE", 1)  # a tiny model's pages are small
+    fields = {**FIELDS, "kv_cache_layout": layout}
+    with LLM(**fields) as alone:
+        expected = bits(alone.generate(LONG, PARAMS))
+    extra = {"kv_connector": "host", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": "64M"}}
+    with LLM(**fields, kv_transfer_config=extra) as llm:
+        for _ in range(3):
+            assert bits(llm.generate(LONG, PARAMS)) == expected
+            until_idle(llm)
+            assert llm.reset_prefix_cache()
+        assert llm.engine.scheduler.stats().num_loaded_tokens

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
@@ -9,9 +14,10 @@ from octavo.cache.groups import CacheGroup, TableSpec
 from octavo.cache.layout import LAYOUTS
 from octavo.cache.pool import KVCachePool
 from octavo.kv_connector.orders import Order
-from octavo.kv_connector.worker import host_memory
-from octavo.kv_connector.worker.cache_bytes import CacheBytes, joined
+from octavo.kv_connector.worker import cache_bytes, host_memory
+from octavo.kv_connector.worker.cache_bytes import CacheBytes, joined, parts_of
 from octavo.kv_connector.worker.mover import Job
+from octavo.ops import copying
 
 BLOCK, HEADS, HEAD = 16, 2, 8
 
@@ -78,3 +84,74 @@ def test_rows_that_lie_one_behind_the_other_are_one_copy() -> None:
     found[0][1].fill_(-1)
     assert (memory[3:6] == -1).all() and memory[2:7].min(1).values.tolist() == [12, -1, -1, -1, 36]
     assert list(joined([])) == []
+
+
+class _Bus:
+    """Stands for CUDA's streams and events, and for its copies, which are made when somebody waits for them."""
+
+    cuda_stream = 7
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self._ordered: list[tuple[int, int, int]] = []
+        self.sizes: list[int] = []  # pieces of each call
+
+    def order(self, targets: np.ndarray, sources: np.ndarray, num_bytes: int, stream: int) -> None:
+        assert stream == self.cuda_stream and len(targets) == len(sources)
+        self.sizes.append(len(targets))
+        self._ordered += [(int(a), int(b), num_bytes) for a, b in zip(targets, sources, strict=True)]
+
+    def synchronize(self) -> None:
+        ordered, self._ordered = self._ordered, []
+        for target, source, num_bytes in ordered:
+            ctypes.memmove(target, source, num_bytes)
+
+    def event(self, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(record=lambda stream: None, synchronize=self.synchronize)
+
+
+@pytest.fixture
+def bus(monkeypatch: pytest.MonkeyPatch) -> _Bus:
+    """A GPU of which caches on the CPU are told."""
+    own = _Bus()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: own)
+    monkeypatch.setattr(torch.cuda, "Event", own.event)
+    for name in ("stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(cache_bytes, "can_copy_pieces", lambda device: True)
+    monkeypatch.setattr(cache_bytes, "copy_pieces", own.order)
+    monkeypatch.setattr(cache_bytes, "_FIRST_PIECES", 2)
+    return own
+
+
+@pytest.mark.parametrize("least", [1, 1 << 30], ids=["pieces", "staged"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@torch.inference_mode()
+def test_O_1_what_crosses_the_bus_in_pieces_or_gathered_is_each_block(layout, least, bus, monkeypatch):
+    """Of every layout: the bytes of `read` and `write` without a GPU, and no byte of another block."""
+    monkeypatch.setattr(cache_bytes, "_LEAST_PIECE", least)
+    pool = make_pool(layout, 2)
+    cache = CacheBytes(pool.data, 1 << 30)
+    monkeypatch.setattr(cache_bytes, "_STAGING_BYTES", 2 * cache.block_bytes)
+    lanes = [cache_bytes._Lane(cache) for _ in range(2)]
+    blocks, places = [8, 1, 5, 2, 6], [3, 0, 4, 5, 1]
+    expected, memory = cache.host_memory(5, cache.block_bytes), cache.host_memory(6, cache.block_bytes).fill_(7)
+    cache.read(blocks, list(expected))
+    before = pool.data.clone()
+    lanes[0].run(blocks, [memory[place] for place in places], to_cache=False)
+    assert torch.equal(memory[places], expected) and (memory[2] == 7).all() and torch.equal(pool.data, before)
+    pool.data[:, blocks] = 255
+    lanes[1].run(blocks, [memory[place] for place in places], to_cache=True)
+    assert torch.equal(pool.data, before)
+    whole = LAYOUTS[layout].block_outermost
+    assert bus.sizes == (2 * ([2, 3] if whole else [2, 8, 5]) if least == 1 else [])
+    lanes[0].run([], [], to_cache=False)
+
+
+def test_copies_begin_with_few_and_do_not_run_far_ahead_of_the_bus() -> None:
+    parts = [(part.start, part.stop) for part in parts_of(10_000)]
+    assert parts == [(0, 64), (64, 320), (320, 1344), (1344, 5440), (5440, 9536), (9536, 10_000)]
+    assert list(parts_of(0)) == [] and [part.stop for part in parts_of(64)] == [64]
+
+
+def test_a_cpu_has_no_bus() -> None:
+    assert not copying.can_copy_pieces(torch.device("cpu"))

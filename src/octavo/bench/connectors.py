@@ -1,12 +1,14 @@
 """`octavo bench connectors`: what a hit from elsewhere saves, and what moving blocks costs those who decode beside it.
 
 Owns three measurements on random weights: a prompt's time to its first token computed, found in host memory and found
-in files; the rate at which `host` copies each way, beside the bus's own; and the rate of decoding alone and beside
-those copies. Does not judge. Invariant: the last line of output is one JSON document with everything above it.
+in files; the rate at which `host` copies each way while rows decode, beside the bus's own; and the rate of decoding
+alone, beside those copies, and beside the same requests without copies. Does not judge. Invariant: the last line of
+output is one JSON document with everything above it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import statistics
@@ -18,20 +20,20 @@ from typing import Any
 from octavo.bench.engine import dummy_model
 from octavo.bench.shapes import SHAPES
 from octavo.cli.flags import Parser
+from octavo.config.engine_config import DEFAULT_BLOCK_SIZE
 from octavo.kv_connector import ConnectorStats
 from octavo.llm import LLM
 from octavo.request.sampling_params import SamplingParams
 from octavo.startup import probe
 
 _REPEATS = 3
+_NUM_ARRIVALS = 16  # prompts that move beside decoding, as many at once as there are rows for
+_NUM_SPARE = 4  # these rows
+_WARM, _ALONE = 40, 100  # steps: before a phase, and of one that nobody joins
 
 
-def _host(size: int) -> dict[str, Any]:
-    return {
-        "kv_connector": "host",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": size},
-    }
+def _host(**extra: int) -> dict[str, Any]:
+    return {"kv_connector": "host", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
 def _storage(folder: str) -> dict[str, Any]:
@@ -70,19 +72,21 @@ def first_tokens(shape: str, length: int, fields: dict[str, Any]) -> dict[str, f
     prompts = _prompts(_REPEATS + 1, length, vocab, 1)
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
-        for name, config in (("host", _host(2 << 30)), ("files", _storage(folder))):
+        for name, config in (("host", _host(cpu_bytes_to_use=2 << 30)), ("files", _storage(folder))):
             with dummy_model(shape, max_model_len=length + 64, kv_transfer_config=config, **fields) as llm:
                 computed = [_first_token(llm, prompt) for prompt in prompts][1:]
                 _settle(llm)
-                hits = []
+                hits, loads = [], []
                 for prompt in prompts:
                     llm.reset_prefix_cache()
+                    before = _settle(llm)
                     hits.append(_first_token(llm, prompt))
-                    _settle(llm)
+                    loads.append(_settle(llm).load_seconds - before.load_seconds)
                 loaded = llm.engine.scheduler.stats().num_loaded_tokens
             assert loaded >= len(prompts) * (length - 64), "what was measured as a hit is one"
             found[f"{name}_computed_s"] = statistics.median(computed)
             found[f"{name}_hit_s"] = statistics.median(hits[1:])
+            found[f"{name}_load_s"] = statistics.median(loads[1:])
             found[f"{name}_times_faster"] = found[f"{name}_computed_s"] / found[f"{name}_hit_s"]
     return found
 
@@ -111,41 +115,87 @@ def bus() -> dict[str, float]:
     }
 
 
+class _Phases:
+    """Rows that decode in an engine, time and again the same, while other requests come and go."""
+
+    def __init__(self, llm: LLM, rows: list[list[int]], others: list[list[int]]) -> None:
+        self.llm, self._rows, self._others = llm, rows, others
+        self.rates: dict[str, float] = {}
+        self._moved = ConnectorStats()
+
+    def run(self, name: str, arrivals: Sequence[int], num_steps: int = 0) -> list[int]:
+        """Add so many of the others before each step, until all have ended: how many ended in each step."""
+        engine, num_added, ended = self.llm.engine, 0, list[int]()
+        ids = [f"{name} row {number}" for number in range(len(self._rows))]
+        for request_id, prompt in zip(ids, self._rows, strict=True):
+            engine.add(request_id, prompt, _params(_WARM + _ALONE + 20 * _NUM_ARRIVALS))
+        for _ in range(_WARM):
+            engine.step()
+        before, started = engine.scheduler.loads.connector.stats(), time.perf_counter()
+        while len(ended) < num_steps or sum(ended) < sum(arrivals):
+            for _ in range(arrivals[len(ended)] if len(ended) < len(arrivals) else 0):
+                engine.add(f"{name} {num_added}", self._others[num_added], _params(1))
+                num_added += 1
+            outputs = engine.step()
+            ended.append(sum(output.finished for output in outputs))
+        seconds = time.perf_counter() - started
+        self.rates[f"decode_{name}_tok_s"] = len(self._rows) * len(ended) / seconds
+        engine.abort(ids)
+        after = _settle(self.llm)
+        names = [field.name for field in dataclasses.fields(after)]
+        self._moved = ConnectorStats(**{name: getattr(after, name) - getattr(before, name) for name in names})
+        return ended
+
+    def rate(self, num_bytes: str, seconds: str) -> float:
+        """GB/s of the last phase, over the time in which something moved."""
+        return getattr(self._moved, num_bytes) / max(getattr(self._moved, seconds), 1e-9) / 1e9
+
+
 def beside_decode(shape: str, length: int, fields: dict[str, Any], *, num_rows: int) -> dict[str, float]:
-    """Tokens/s of `num_rows` that decode: alone, beside saves, beside loads; and GB/s of these while they move."""
-    vocab, num_steps = SHAPES[shape]["vocab_size"], 150
-    rows, others = _prompts(num_rows, 64, vocab, 2), _prompts(12, length, vocab, 3)
+    """Tokens/s of `num_rows` that decode, and GB/s of copies beside them.
+
+    alone: nobody joins. loading: prompts come, one behind the other, whose blocks are in host memory. hits: as many
+    come at the same steps, whose blocks are in the cache: what others than copies cost. saving: as hits, and their
+    blocks go to host memory. Shares: of alone; beside_loads and beside_saves of hits, which is what copies alone cost.
+    """
+    vocab, blocks = SHAPES[shape]["vocab_size"], DEFAULT_BLOCK_SIZE[fields["device"]]
+    rows, others = _prompts(num_rows, 64, vocab, 2), _prompts(_NUM_ARRIVALS, length, vocab, 3)
+    most = _WARM + _ALONE + 20 * _NUM_ARRIVALS
+    slots = _NUM_ARRIVALS * (length // blocks + 1) + num_rows * ((64 + _WARM + _ALONE) // blocks + 2)
     with dummy_model(
-        shape, max_model_len=length + 512, kv_transfer_config=_host(5 << 30), max_num_seqs=num_rows + 2, **fields
+        shape,
+        max_model_len=max(length + 64, 64 + most),
+        kv_transfer_config=_host(num_cpu_blocks=slots),
+        max_num_seqs=num_rows + _NUM_SPARE,
+        num_gpu_blocks_override=2 * slots,
+        **fields,
     ) as llm:
         for prompt in others:
             _first_token(llm, prompt)
         _settle(llm)
-        llm.reset_prefix_cache()
-        rates: dict[str, float] = {}
-        for name in ("alone", "loading", "alone_again"):
-            for number, prompt in enumerate(rows):
-                llm.engine.add(f"{name}{number}", prompt, _params(num_steps + 100))
-            for _ in range(40):
-                llm.engine.step()
-            before, started, num_added = llm.engine.scheduler.loads.connector.stats(), time.perf_counter(), 0
-            for step in range(num_steps):
-                if name == "loading" and step % (num_steps // len(others)) == 0 and num_added < len(others):
-                    llm.engine.add(f"load{num_added}", others[num_added], _params(1))
-                    num_added += 1
-                llm.engine.step()
-            seconds = time.perf_counter() - started
-            rates[f"decode_{name}_tok_s"] = num_rows * num_steps / seconds
-            moved = llm.engine.scheduler.loads.connector.stats()
-            if name == "loading":
-                busy = moved.load_seconds - before.load_seconds
-                rates["load_gb_s"] = (moved.loaded_bytes - before.loaded_bytes) / max(busy, 1e-9) / 1e9
-            llm.engine.abort([f"{name}{number}" for number in range(num_rows)])
-            _settle(llm)
-        stats = llm.engine.scheduler.loads.connector.stats()
-        rates["save_gb_s"] = stats.saved_bytes / max(stats.save_seconds, 1e-9) / 1e9
-    alone = max(rates["decode_alone_tok_s"], rates["decode_alone_again_tok_s"])
-    return rates | {"decode_share": rates["decode_loading_tok_s"] / alone}
+        phases, at_once = _Phases(llm, rows, others), [_NUM_ARRIVALS]
+        phases.run("warm", at_once)  # what steps of these shapes need is made
+        phases.run("alone", [], _ALONE)
+        assert llm.reset_prefix_cache(), "nobody runs"
+        loaded = llm.engine.scheduler.stats().num_loaded_tokens
+        ended = phases.run("loading", at_once)
+        loaded = llm.engine.scheduler.stats().num_loaded_tokens - loaded
+        assert loaded >= len(others) * (length - blocks), "what was measured as loads are some"
+        rates = phases.rates | {"load_gb_s": phases.rate("loaded_bytes", "load_seconds")}
+        stats = llm.engine.scheduler.stats()
+        phases.run("hits", ended)
+        assert llm.engine.scheduler.loads.connector.reset(), "nothing moves"
+        phases.run("saving", ended)
+        rates |= phases.rates | {"save_gb_s": phases.rate("saved_bytes", "save_seconds")}
+        found = llm.engine.scheduler.stats().num_prefix_hits - stats.num_prefix_hits
+        assert found >= 2 * len(others) * (length - blocks), "what was measured as hits of the cache are some"
+        phases.run("alone_again", [], _ALONE)
+        rates |= phases.rates
+    alone, hits = max(rates["decode_alone_tok_s"], rates["decode_alone_again_tok_s"]), rates["decode_hits_tok_s"]
+    loading, saving = rates["decode_loading_tok_s"], rates["decode_saving_tok_s"]
+    shares = {"loading": loading / alone, "hits": hits / alone, "saving": saving / alone}
+    rates |= {f"decode_{name}_share": share for name, share in shares.items()}
+    return rates | {"beside_loads_share": loading / hits, "beside_saves_share": saving / hits}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -166,6 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found |= bus()
     if options.rows:
         found |= beside_decode(options.shape, options.length, fields, num_rows=options.rows)
+        for way, bus_way in (("load", "to_device"), ("save", "to_host")) if on_gpu else ():
+            found[f"{way}_share_of_bus"] = found[f"{way}_gb_s"] / found[f"bus_{bus_way}_gb_s"]
     print(f"{options.shape}, prompts of {options.length}, {fields}")
     for key, value in found.items():
         print(f"  {key:26} {value:12.4f}")

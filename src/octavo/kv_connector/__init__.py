@@ -63,7 +63,7 @@ class ConnectorStats:
     num_loaded_blocks: int = 0
     saved_bytes: int = 0
     loaded_bytes: int = 0
-    save_seconds: float = 0.0  # of transfers, from their beginning to their end
+    save_seconds: float = 0.0  # in which there was one, from its order to its end; several at once count once
     load_seconds: float = 0.0
     num_evicted_blocks: int = 0
     stored_bytes: int = 0  # now, as far as it is known

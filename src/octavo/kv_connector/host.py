@@ -150,7 +150,9 @@ class Host:
             text = " ".join(str(error).split())[:120]
             limit = f"the host has no memory for {num_slots} blocks: {text}"
             raise self._refuse_size(limit, "lower it") from None
-        return Mover(handler, cache.block_bytes, timeout=self._transfer.timeout, troubles=troubles)
+        # of two threads one orders the next copies while the other one's are on the bus
+        count = 2 if cache.on_gpu else 1
+        return Mover(handler, cache.block_bytes, count, timeout=self._transfer.timeout, troubles=troubles)
 
     def _num_slots(self, block_bytes: int, groups: Sequence[CacheGroup] | Sequence[GroupDescription]) -> int:
         """Blocks of the cache that there is room for. One moves and gives way by itself, whatever a chunk is."""

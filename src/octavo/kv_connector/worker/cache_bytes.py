@@ -12,10 +12,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescription
-from octavo.ops.copying import to_device
+from octavo.ops.copying import can_copy_pieces, copy_pieces, to_device
 
+_LEAST_PIECE = 128 << 10  # bytes: smaller ones take a copy engine longer than the bus
+_FIRST_PIECES, _MAX_PIECES = 64, 4096  # that one call orders: the first of a transfer, and any
 _STAGING_BYTES = 64 << 20  # of a direction: what is gathered on a GPU before it goes over the bus
 
 
@@ -97,37 +100,56 @@ class CacheBytes:
 
 
 class _Lane:
-    """Copies of one direction on a GPU: one stream, one staging buffer, one thread at a time."""
+    """Copies of one direction on a GPU: one stream. One thread at a time orders copies, any number wait for theirs.
+
+    So what one thread orders follows what another waits for without a gap on the bus.
+    """
 
     def __init__(self, cache: CacheBytes) -> None:
         self._device = cache.device
         self._stream = torch.cuda.Stream(cache.device)
         self._lock = threading.Lock()
-        # blocks that are one run of bytes go over the bus as they lie; the pages of others are gathered first
-        self._is_whole = cache.num_pages == 1
-        self._count = 1 if self._is_whole else max(_STAGING_BYTES // cache.block_bytes, 1)
+        self._pieces = Pieces(cache.data)
+        # large pieces go over the bus from where they lie to where they belong; small ones are gathered on the GPU
+        self._is_direct = cache.page_bytes >= _LEAST_PIECE and can_copy_pieces(cache.device)
+        self._count = 1 if self._is_direct else max(_STAGING_BYTES // cache.block_bytes, 1)
         with torch.inference_mode():
             words = torch.int64 if cache.page_bytes % 8 == 0 else torch.uint8  # a thread gathers a word
             self._blocks = cache.data.view(words).transpose(0, 1)  # [num_blocks, pages, words]
-            self._staging = torch.empty(
-                (self._count, *self._blocks.shape[1:]), dtype=self._blocks.dtype, device=cache.device
-            )
+            shape = (0 if self._is_direct else self._count, *self._blocks.shape[1:])
+            self._staging = torch.empty(shape, dtype=self._blocks.dtype, device=cache.device)
 
     def run(self, blocks: Sequence[int], rows: Sequence[torch.Tensor], *, to_cache: bool) -> None:
+        if not len(blocks):
+            return
+        done = torch.cuda.Event(blocking=True)
         with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            rows = [row.view(self._blocks.dtype) for row in rows]
-            if self._is_whole:
-                for block, row in zip(blocks, rows, strict=True):
-                    own = self._blocks[block, 0]
-                    source, target = (row, own) if to_cache else (own, row)
-                    target.copy_(source, non_blocking=True)
-            else:
-                index = to_device(np.array(blocks, np.int64), self._device)
-                for start in range(0, len(blocks), self._count):
-                    part = slice(start, start + self._count)
-                    self._gather(index[part], rows[part], to_cache=to_cache)
-            # once: a thread that waits gives up the interpreter, and steps take it back when they like
-            self._stream.synchronize()
+            order = self._order_pieces if self._is_direct else self._order_staged
+            order(blocks, rows, to_cache=to_cache)
+            done.record(self._stream)
+        # once: a thread that waits gives up the interpreter, and steps take it back when they like
+        done.synchronize()
+
+    def _order_pieces(self, blocks: Sequence[int], rows: Sequence[torch.Tensor], *, to_cache: bool) -> None:
+        own, other = self._pieces.of(blocks, rows)
+        for part in parts_of(len(own)):
+            if part.start >= _MAX_PIECES:  # what is ordered and not begun takes room that steps need for launches
+                self._stream.synchronize()
+            targets, sources = (own[part], other[part]) if to_cache else (other[part], own[part])
+            copy_pieces(targets, sources, self._pieces.num_bytes, self._stream.cuda_stream)
+
+    def _order_staged(self, blocks: Sequence[int], rows: Sequence[torch.Tensor], *, to_cache: bool) -> None:
+        rows = [row.view(self._blocks.dtype) for row in rows]
+        if self._blocks.shape[1] == 1:  # a block is one run of bytes: it goes over the bus as it lies
+            for block, row in zip(blocks, rows, strict=True):
+                own = self._blocks[block, 0]
+                source, target = (row, own) if to_cache else (own, row)
+                target.copy_(source, non_blocking=True)
+            return
+        index = to_device(np.array(blocks, np.int64), self._device)
+        for start in range(0, len(blocks), self._count):
+            part = slice(start, start + self._count)
+            self._gather(index[part], rows[part], to_cache=to_cache)
 
     def _gather(self, index: torch.Tensor, rows: Sequence[torch.Tensor], *, to_cache: bool) -> None:
         """Order the copies of blocks [at most as many as are staged]; those before them are done with the staging."""
@@ -141,6 +163,31 @@ class _Lane:
             torch.index_select(self._blocks, 0, index, out=staging)
             for place, lines in joined(rows):
                 lines.copy_(flat[place : place + len(lines)], non_blocking=True)
+
+
+def parts_of(num_pieces: int) -> Iterator[slice]:
+    """What is ordered in one call each: little at first, so that the bus has work while more is ordered."""
+    start, count = 0, _FIRST_PIECES
+    while start < num_pieces:
+        yield slice(start, min(start + count, num_pieces))
+        start, count = start + count, min(4 * count, _MAX_PIECES)
+
+
+class Pieces:
+    """Addresses of the pages of blocks, in a cache and in rows."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        """data: see CacheBytes. num_bytes: of a piece."""
+        num_pages, num_blocks, self.num_bytes = data.shape
+        page = np.arange(num_pages, dtype=np.uint64) * np.uint64(self.num_bytes)  # [pages], in a row
+        self._in_row, self._in_cache = page, page * np.uint64(num_blocks) + np.uint64(data.data_ptr())
+
+    def of(self, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Of each page of each block: where it lies in the cache, and in the block's row. [blocks * pages] each."""
+        assert len(blocks) == len(rows), "each block has a row"
+        own = np.array(blocks, np.uint64)[:, None] * np.uint64(self.num_bytes) + self._in_cache
+        other = np.array([row.data_ptr() for row in rows], np.uint64)[:, None] + self._in_row
+        return own.reshape(-1), other.reshape(-1)
 
 
 def joined(rows: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:

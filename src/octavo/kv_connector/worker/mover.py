@@ -36,7 +36,6 @@ class Job:
     def __init__(self, order: Order) -> None:
         """Not begun."""
         self.order = order
-        self.began = time.monotonic()
         self._lock = threading.Lock()
         self._num_touching = 0
         self._is_cancelled = False
@@ -113,7 +112,7 @@ class Mover:
         self._ended: list[Report] = []
         self._lock = threading.Lock()
         self._changed = threading.Event()
-        self._blocks, self._seconds = {True: 0, False: 0}, {True: 0.0, False: 0.0}
+        self._blocks, self._seconds = {True: 0, False: 0}, {True: _Busy(), False: _Busy()}
         self._threads = [
             threading.Thread(target=self._work, args=(way, name), name=name, daemon=True)
             for way in (False, True)
@@ -125,6 +124,8 @@ class Mover:
     def begin(self, order: Order) -> None:
         """See WorkerConnector."""
         job = self._jobs[order.number] = Job(order)
+        with self._lock:
+            self._seconds[order.is_load].begin()
         self._queues[order.is_load].put(job)
 
     def take(self) -> Sequence[Report]:
@@ -163,8 +164,8 @@ class Mover:
                 num_loaded_blocks=loaded,
                 saved_bytes=saved * self._block_bytes,
                 loaded_bytes=loaded * self._block_bytes,
-                save_seconds=self._seconds[False],
-                load_seconds=self._seconds[True],
+                save_seconds=self._seconds[False].until_now(),
+                load_seconds=self._seconds[True].until_now(),
                 num_evicted_blocks=self._handler.num_evicted,
                 stored_bytes=self._handler.stored_bytes,
                 num_errors=self.troubles.num,
@@ -212,6 +213,8 @@ class Mover:
                     pass
                 report = self._handler.handle(job)
             except Cancelled:
+                with self._lock:
+                    self._seconds[is_load].end()
                 continue
             except BaseException as error:  # of a disk, a peer or a library, which may exit: this order's alone
                 way = "load" if is_load else "save"
@@ -221,10 +224,30 @@ class Mover:
                 report = Report(number=order.number, failed=order.blocks, refusal=refusal)
             finally:
                 del self._since[name]
-            if not job.finish():
-                continue
+            is_wanted = job.finish()
             with self._lock:
-                self._ended.append(report)
-                self._blocks[is_load] += len(order.blocks) - len(report.failed) - len(report.missed)
-                self._seconds[is_load] += time.monotonic() - job.began
-                self._changed.set()
+                self._seconds[is_load].end()
+                if is_wanted:
+                    self._ended.append(report)
+                    self._blocks[is_load] += len(order.blocks) - len(report.failed) - len(report.missed)
+                    self._changed.set()
+
+
+class _Busy:
+    """The time in which at least one order was under way: many of them at once count once."""
+
+    def __init__(self) -> None:
+        self._seconds, self._num, self._since = 0.0, 0, 0.0
+
+    def begin(self) -> None:
+        if not self._num:
+            self._since = time.monotonic()
+        self._num += 1
+
+    def end(self) -> None:
+        self._num -= 1
+        if not self._num:
+            self._seconds += time.monotonic() - self._since
+
+    def until_now(self) -> float:
+        return self._seconds + (time.monotonic() - self._since if self._num else 0.0)

@@ -11,11 +11,15 @@ import dataclasses
 import functools
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 _KERNEL_NODE = 0
 _MAX_DYNAMIC_SHARED = 8  # the attribute of a function
 _DEFAULT_SHARED = 48 << 10  # bytes of a block that need no leave
 _CLUSTER, _OVERLAPS = 4, 6  # attributes of a launch
 _MAP_BYTES, _MAP_ALIGNED = 128, 64
+_IN_ORDER, _BESIDE_KERNELS = 1, 1  # of copies: sources are read in the stream's order; rather by a copy engine
 _SWIZZLES, _PROMOTE_128 = {64: 2, 128: 3}, 2  # of a descriptor
 
 
@@ -53,6 +57,15 @@ class _Config(ctypes.Structure):
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.POINTER(_Attribute)),
         ("num_attributes", ctypes.c_uint),
+    ]
+
+
+class _CopyAttributes(ctypes.Structure):
+    _fields_ = [
+        ("order", ctypes.c_int),
+        ("source_hint", ctypes.c_int * 2),
+        ("target_hint", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
     ]
 
 
@@ -105,6 +118,34 @@ def launch(
     )
     if status:
         raise DriverError(f"cuLaunchKernel failed with {status}")
+
+
+@functools.cache
+def copies_in_batches() -> bool:
+    """Whether there is a driver, and it takes many copies in one call: from CUDA 12.8 on."""
+    try:
+        return hasattr(_library(), "cuMemcpyBatchAsync")
+    except DriverError:
+        return False
+
+
+def copy_batch(
+    targets: NDArray[np.uint64], sources: NDArray[np.uint64], sizes: NDArray[np.uint64], stream: int
+) -> None:
+    """Order copies from addresses to addresses [copies], of so many bytes each, in no order among themselves.
+
+    Of a GPU's memory, and of the host's that is pinned. Raises DriverError.
+    """
+    assert len(targets) == len(sources) == len(sizes), "each copy has a target, a source and a size"
+    attributes, first = _CopyAttributes(order=_IN_ORDER, flags=_BESIDE_KERNELS), ctypes.c_size_t(0)
+    arrays = [np.ascontiguousarray(array, np.uint64) for array in (targets, sources, sizes)]
+    addresses = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
+    rest = [ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1)]
+    count, stream_ = ctypes.c_size_t(len(sizes)), ctypes.c_void_p(stream)
+    if hasattr(_library(), "cuMemcpyBatchAsync_v2"):  # from CUDA 13 on it does not say which copy failed
+        call("cuMemcpyBatchAsync_v2", *addresses, count, *rest, stream_)
+    else:
+        call("cuMemcpyBatchAsync", *addresses, count, *rest, ctypes.byref(ctypes.c_size_t()), stream_)
 
 
 def launch_chained(
