@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
 
-from octavo.frontend.engine import Engine
 from octavo.llm import LLM
 from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import SamplingParams
@@ -25,6 +24,7 @@ NUM_SIBLINGS = 4
 _LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 400, 511, 512, 513)
 _GROUPS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24, 31, 33, 48, 64, 65, 96, 127, 129, 160)
 _CHUNK = 64  # tokens from one state that a recurrent layer keeps to the next, in most
+_NUM_RESETS = 5
 _ANY_GROUPS = 6  # batches of any of these sizes; the rest are of the larger half
 
 
@@ -78,18 +78,25 @@ class Run:
 
     def __init__(self, llm: LLM, rng: random.Random) -> None:
         """The engine's logits are observed from now on."""
-        self.engine: Engine = llm.engine
+        self._llm, self.engine = llm, llm.engine
         self._rng = rng
         self.engine.core.ask_workers("digest_logits", type(None))
         self._num_noise = 0
 
     def answers(
-        self, jobs: Sequence[Job], *, arrivals: Sequence[int] = (), num_noise: int = 0, siblings: bool = False
+        self,
+        jobs: Sequence[Job],
+        *,
+        arrivals: Sequence[int] = (),
+        num_noise: int = 0,
+        siblings: bool = False,
+        resets: Collection[int] = (),
     ) -> list[Answer]:
         """Answer `jobs` together, in their order.
 
         arrivals: the step at which each comes (default: all at once). num_noise: other requests beside them, some of
-        which are aborted. siblings: each family is one request.
+        which are aborted. siblings: each family is one request. resets: steps before which whoever runs loses all its
+        blocks, wherever it stands.
         """
         engine, steps = self.engine, list(arrivals) or [0] * len(jobs)
         count = NUM_SIBLINGS if siblings else 1
@@ -101,6 +108,8 @@ class Run:
             while due and steps[due[0]] <= step:
                 job = jobs[due[0]]
                 engine.add(str(due.pop(0)), job.prompt, msgspec.structs.replace(job.params, n=count))
+            if step in resets:
+                self._llm.reset_prefix_cache(reset_running_requests=True)
             if num_noise and step % 3 == 0:
                 num_noise -= 1
                 self._disturb()
@@ -249,10 +258,15 @@ def behind_another(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[l
 
 
 def crowded(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
-    """In a pool that is too small: short prompts first, so that many start, and few requests several times."""
+    """In a pool that is too small: short prompts first, so that many start, and few requests several times.
+
+    And all that run are preempted now and then: a pool that states nearly fill is seldom short of a block.
+    """
     order = sorted(list(range(len(jobs))) * -(-64 // len(jobs)), key=lambda index: len(jobs[index].prompt))
-    found = dict(zip(order, run.answers([jobs[index] for index in order]), strict=True))
-    return [found[index] for index in range(len(jobs))], met(run.engine.scheduler.num_preemptions, "preemptions")
+    resets = rng.sample(range(1, NUM_OUTPUT), _NUM_RESETS)
+    found = dict(zip(order, run.answers([jobs[index] for index in order], resets=resets), strict=True))
+    num_all = run.engine.scheduler.num_preemptions
+    return [found[index] for index in range(len(jobs))], met(num_all, f"preemptions, {_NUM_RESETS} times of all")
 
 
 def whatever(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
