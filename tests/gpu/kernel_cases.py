@@ -190,7 +190,8 @@ def _latent() -> None:
 
 
 def _experts() -> None:
-    moe_rig.check_equals_one_product_per_pair(CUDA, BF16)
+    for check in moe_rig.CHECKS.values():
+        check(CUDA, BF16)
 
 
 def _flex() -> None:
@@ -302,7 +303,10 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         _latent,
         ("latent.gpu._latent_rope_store", "latent.gpu._head_product", "latent.gpu._attend", "latent.gpu._merge"),
     ),
-    "experts": (_experts, ("moe.gpu._grouped_product",)),
+    "experts": (
+        _experts,
+        ("moe.gpu._group", "moe.gpu._grouped_product", "moe.routing_gpu._choose", "moe.sums_gpu._sum"),
+    ),
     "backward": (
         _backward,
         (

@@ -239,6 +239,7 @@ class Backend(ReferenceBackend):
 def pretended() -> Iterator[None]:
     """Nothing compiled on the CPU, and a Hopper GPU whose kernels are all loaded."""
     from octavo.layers import latent_attention, moe
+    from octavo.ops.moe import routing
 
     patches: list[tuple[Any, str, Any]] = [
         (gpu_norm, "rms_norm", _kernel("rms_norm", norms.rms_norm_reference)),
@@ -251,7 +252,9 @@ def pretended() -> Iterator[None]:
         (cluster_gemm, "product", _kernel("cluster product", _product)),
         (cluster_gemm, "is_hopper", lambda device: True),
         (cluster_gemm, "_is_loaded", lambda tile, weights: True),
+        (moe, "choose_experts", _kernel("choose_experts", routing.choose_experts_reference)),
         (moe, "run_experts", _kernel("run_experts", moe.run_experts)),
+        (moe, "sum_experts", _kernel("sum_experts", routing.sum_experts_reference)),
         (latent_attention, "head_linear", _kernel("head_linear", latent_attention.head_linear)),
         (latent_attention, "latent_rope_store", _kernel("latent_rope_store", latent_attention.latent_rope_store)),
     ]

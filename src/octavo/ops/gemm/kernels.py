@@ -28,7 +28,7 @@ def _tile_of(program, num_rows, N: tl.constexpr, BM: tl.constexpr, BN: tl.conste
 
 
 @triton.jit
-def _read(at, start, kept, k, K: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr):
+def read_tile(at, start, kept, k, K: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr):
     """A tile of k from `start` on; 0 beyond K, and in rows that are not kept unless it is WHOLE."""
     if K % BK == 0 and WHOLE:
         tile = tl.load(at + start)
@@ -40,7 +40,7 @@ def _read(at, start, kept, k, K: tl.constexpr, BK: tl.constexpr, WHOLE: tl.const
 
 
 @triton.jit
-def _add(sums, a, b, SWAP: tl.constexpr, PRECISION: tl.constexpr):
+def add_products(sums, a, b, SWAP: tl.constexpr, PRECISION: tl.constexpr):
     """The sums and the products of a, rows, with b, weights."""
     if SWAP:
         total = tl.dot(b.to(a.dtype), tl.trans(a), sums, input_precision=PRECISION)
@@ -77,32 +77,32 @@ def product(
     weight_at = weight + channel.to(tl.int64)[:, None] * K + k[None, :]
     even: tl.constexpr = N % BN == 0
     if AHEAD > 0:
-        b0 = _read(weight_at, 0, kept, k, K, BK, even)
+        b0 = read_tile(weight_at, 0, kept, k, K, BK, even)
     if AHEAD > 1:
-        b1 = _read(weight_at, BK, kept, k, K, BK, even)
+        b1 = read_tile(weight_at, BK, kept, k, K, BK, even)
     if AHEAD > 2:
-        b2 = _read(weight_at, 2 * BK, kept, k, K, BK, even)
+        b2 = read_tile(weight_at, 2 * BK, kept, k, K, BK, even)
     begin_after(PDL)
     if AHEAD > 0:
-        a0 = _read(x_at, 0, live, k, K, BK, False)
+        a0 = read_tile(x_at, 0, live, k, K, BK, False)
     if AHEAD > 1:
-        a1 = _read(x_at, BK, live, k, K, BK, False)
+        a1 = read_tile(x_at, BK, live, k, K, BK, False)
     if AHEAD > 2:
-        a2 = _read(x_at, 2 * BK, live, k, K, BK, False)
+        a2 = read_tile(x_at, 2 * BK, live, k, K, BK, False)
     if SWAP:
         sums = tl.zeros((BN, BM), tl.float32)
     else:
         sums = tl.zeros((BM, BN), tl.float32)
     if AHEAD > 0:
-        sums = _add(sums, a0, b0, SWAP, PRECISION)
+        sums = add_products(sums, a0, b0, SWAP, PRECISION)
     if AHEAD > 1:
-        sums = _add(sums, a1, b1, SWAP, PRECISION)
+        sums = add_products(sums, a1, b1, SWAP, PRECISION)
     if AHEAD > 2:
-        sums = _add(sums, a2, b2, SWAP, PRECISION)
+        sums = add_products(sums, a2, b2, SWAP, PRECISION)
     for start in tl.range(AHEAD * BK, K, BK, num_stages=STAGES):
-        a = _read(x_at, start, live, k, K, BK, False)
-        b = _read(weight_at, start, kept, k, K, BK, even)
-        sums = _add(sums, a, b, SWAP, PRECISION)
+        a = read_tile(x_at, start, live, k, K, BK, False)
+        b = read_tile(weight_at, start, kept, k, K, BK, even)
+        sums = add_products(sums, a, b, SWAP, PRECISION)
     if SWAP:
         sums = tl.trans(sums)
     if HAS_BIAS:

@@ -24,8 +24,10 @@ class ExpertWeights:
         first = self.weights[0]
         self.n, self.k = first.n, first.k
         assert all((weight.n, weight.k) == (self.n, self.k) for weight in self.weights), "experts are of one shape"
+        addresses = [weight.storage.data_ptr() for weight in self.weights]
+        self.aligned = not any(address % 16 for address in addresses)  # so that 16 bytes are read at once
         # what a GPU's kernel reads: [experts] int64
-        self.addresses = torch.tensor([weight.storage.data_ptr() for weight in self.weights], device="cpu")
+        self.addresses = torch.tensor(addresses, device="cpu")
         if first.storage.is_cuda:
             self.addresses = self.addresses.pin_memory().to(first.storage.device, non_blocking=True)
 
@@ -33,7 +35,7 @@ class ExpertWeights:
 def run_experts(
     x: torch.Tensor, experts: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, activation: str
 ) -> torch.Tensor:
-    """x [tokens, size], experts [tokens, ranks] int64 -> [tokens * ranks, size]: down(act(gate) * up) of each.
+    """x [tokens, size], experts [tokens, ranks] int64 or int32 -> [tokens * ranks, size]: down(act(gate) * up) of each.
 
     activation: as `octavo.ops.activation.activate`'s; of one that is not gated, `gate_up` is `up` alone.
     """
@@ -42,10 +44,14 @@ def run_experts(
 
         first, last = gate_up.weights[0].storage, down.weights[0].storage
         assert x.dtype in (first.dtype, torch.float32) and x.shape[1] == gate_up.k, "rows as the weights take them"
-        groups = moe.group_pairs(experts, len(gate_up.weights))
-        inner = moe.grouped_linear(x, gate_up.addresses, first, groups, pairs_per_row=experts.shape[1])
-        inner = activate(inner, activation)
-        return moe.grouped_linear(inner, down.addresses, last, groups, pairs_per_row=1)
+        groups, ranks = moe.group_pairs(experts, len(gate_up.weights)), experts.shape[1]
+        gated = activation if moe.serves_gate(x, activation) else ""
+        inner = moe.grouped_linear(
+            x, gate_up.addresses, first, groups, pairs_per_row=ranks, activation=gated, aligned=gate_up.aligned
+        )
+        if not gated:
+            inner = activate(inner, activation)
+        return moe.grouped_linear(inner, down.addresses, last, groups, pairs_per_row=1, aligned=down.aligned)
     return run_experts_reference(x, experts, gate_up, down, activation)
 
 

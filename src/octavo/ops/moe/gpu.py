@@ -1,8 +1,8 @@
 """Products of (token, rank) pairs grouped by expert, on a GPU: `run_experts` of `octavo.ops.moe`.
 
-Owns the grouping and the kernel. Waits for nothing: grids follow the number of pairs and experts, programs beyond what
+Owns the grouping and the product. Waits for nothing: grids follow the number of pairs and experts, programs beyond what
 the router filled return. Invariant: an output is one float32 accumulator that walks K in order, whatever tile, group or
-place its pair has.
+place its pair has; a gated output is that of `octavo.ops.activation` on two of them, each rounded before.
 """
 
 # Kernels are compiled from their source by Triton, whose values mypy does not know.
@@ -16,72 +16,222 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.ops.activation import GATED_KINDS
+from octavo.ops.activation.gpu import gated_value
+from octavo.ops.compile.launch import begin_after, chained, launched
+from octavo.ops.gemm.gpu import Tile
+from octavo.ops.gemm.kernels import add_products, read_tile
+
+_BLOCK = 2048  # pairs that are looked at at once
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Groups:
-    """The pairs of each expert beside each other."""
+    """The pairs of each expert beside each other, and what tiles they make."""
 
-    order: Tensor  # [pairs] int64, the pairs
-    ends: Tensor  # [experts] int64, how many of them there are up to each expert's last
-    tile_ends: Tensor  # [experts] int64, the same in tiles of `rows`
-    rows: int  # pairs of a tile
-
-
-def group_pairs(experts: Tensor, num_experts: int) -> Groups:
-    """Group experts [tokens, ranks] int64."""
-    flat = experts.flatten()
-    rows = 16 if flat.numel() <= 16 * num_experts else 64
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
-    return Groups(flat.argsort(stable=True), counts.cumsum(0), ((counts + rows - 1) // rows).cumsum(0), rows)
+    order: Tensor  # [pairs] int32, the pairs
+    tiles: Tensor  # [slots, 3] int32: expert, place of the first pair in `order`, how many; a slot may have none
+    slots: int  # as many as there may be tiles
+    rows: int  # pairs of a tile at most
+    direct: bool = False  # each pair is a tile; `order` is then not read, and `tiles` holds experts alone
 
 
-@triton.jit
+def group_pairs(experts: Tensor, num_experts: int, rows: int | None = None) -> Groups:
+    """Group experts [tokens, ranks] int32 or int64. rows: of a tile, not those of the table."""
+    num_pairs = experts.numel()
+    rows = rows or tile_rows(num_pairs, num_experts)
+    if experts.shape[0] == 1:
+        return Groups(experts, experts, num_pairs, rows, direct=True)
+    few = num_pairs <= num_pairs // rows + num_experts
+    slots = num_pairs if few else num_pairs // rows + num_experts
+    order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
+    tiles = torch.empty((slots, 3), dtype=torch.int32, device=experts.device)
+    if num_pairs:
+        block = min(_BLOCK, max(128, triton.next_power_of_2(num_pairs)))
+        _group[(num_experts,)](
+            experts,
+            order,
+            tiles,
+            num_pairs,
+            EXPERTS=num_experts,
+            ROWS=rows,
+            FEW=few,
+            BLOCK=block,
+            WHOLE=num_pairs <= block,
+            num_warps=4,
+            **chained(experts.device),
+        )
+    return Groups(order, tiles, slots, rows)
+
+
+@launched(triton.jit)
+def _group(
+    experts,
+    order,
+    tiles,
+    num_pairs,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program finds the pairs of one expert, in order, and describes its tiles.
+
+    Slots need no sum over the other experts' tiles: with FEW there is one for each pair, else an expert's begin at
+    (pairs before it) // ROWS + expert, which leaves room for what others do not fill.
+    """
+    begin_after(PDL)
+    expert = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    if WHOLE:
+        found = tl.load(experts + at, mask=at < num_pairs, other=EXPERTS).to(tl.int32)
+        is_own = (found == expert).to(tl.int32)
+        first, count = tl.sum((found < expert).to(tl.int32), 0), tl.sum(is_own, 0)
+        tl.store(order + first + tl.cumsum(is_own, 0) - 1, at, mask=is_own != 0)
+    else:
+        first, count = 0, 0
+        for start in range(0, num_pairs, BLOCK):
+            found = tl.load(experts + start + at, mask=start + at < num_pairs, other=EXPERTS).to(tl.int32)
+            first += tl.sum((found < expert).to(tl.int32), 0)
+            count += tl.sum((found == expert).to(tl.int32), 0)
+        place = first
+        for start in range(0, num_pairs, BLOCK):
+            found = tl.load(experts + start + at, mask=start + at < num_pairs, other=EXPERTS).to(tl.int32)
+            is_own = (found == expert).to(tl.int32)
+            own = tl.sum(is_own, 0)
+            if own > 0:
+                tl.store(order + place + tl.cumsum(is_own, 0) - 1, start + at, mask=is_own != 0)
+                place += own
+    if FEW:
+        slot, end = first, first + count
+    else:
+        slot, end = first // ROWS + expert, (first + count) // ROWS + expert + 1
+    lane = tl.arange(0, 128)
+    for start in range(slot, end, 128):
+        inside = start + lane < end
+        if FEW:
+            done = start + lane - slot
+            filled = tl.where(done % ROWS == 0, tl.minimum(count - done, ROWS), 0)
+        else:
+            done = (start + lane - slot) * ROWS
+            filled = tl.maximum(tl.minimum(count - done, ROWS), 0)
+        goal = tiles + (start + lane) * 3
+        tl.store(goal, tl.zeros((128,), tl.int32) + expert, mask=inside)
+        tl.store(goal + 1, first + done, mask=inside)
+        tl.store(goal + 2, filled, mask=inside)
+
+
+@launched(triton.jit)
 def _grouped_product(
-    x, addresses, first_weight, out, order, ends, tile_ends, x_row, pairs_per_row,
-    EXPERTS: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, PRECISION: tl.constexpr,
+    x, addresses, first_weight, out, order, tiles, x_row, pairs_per_row, N: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr,
+    GATED: tl.constexpr, TANH: tl.constexpr, DIRECT: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (channels, tile of pairs). first_weight: of the type that all weights have."""
-    tile = tl.program_id(1)
-    expert_at = tl.arange(0, PADDED)
-    tiles = tl.load(tile_ends + expert_at, mask=expert_at < EXPERTS, other=9223372036854775807)
-    expert = tl.sum((tiles <= tile).to(tl.int32), 0)
-    if expert >= EXPERTS:
-        return
-    first_tile, first = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
-    if expert > 0:
-        first_tile, first = tl.load(tile_ends + expert - 1), tl.load(ends + expert - 1)
-    place = first + (tile - first_tile) * BM + tl.arange(0, BM)
-    there = place < tl.load(ends + expert)
-    pair = tl.load(order + place, mask=there, other=0)
-    channel = (tl.program_id(0) * BN + tl.arange(0, BN)).to(tl.int64)
-    x_at = x + (pair // pairs_per_row)[:, None] * x_row
+    """Program (channels, tile of pairs). first_weight: of the type that all weights have. N: of a weight.
+
+    GATED: gates and their ups are read in turn, and their activation is written: [pairs, N / 2].
+    """
+    begin_after(PDL)
+    slot = tl.program_id(1)
+    row = tl.arange(0, BM)
+    if DIRECT:
+        expert = tl.load(tiles + slot)
+        there = row < 1
+        pair = (slot + row).to(tl.int64)
+    else:
+        count = tl.load(tiles + slot * 3 + 2)
+        if count == 0:
+            return
+        expert = tl.load(tiles + slot * 3)
+        there = row < count
+        pair = tl.load(order + tl.load(tiles + slot * 3 + 1) + row, mask=there, other=0).to(tl.int64)
+    i, k = tl.arange(0, BN), tl.arange(0, BK)
+    if GATED:
+        channel = tl.program_id(0) * (BN // 2) + i // 2 + i % 2 * (N // 2)
+        kept = (tl.program_id(0) * (BN // 2) + i // 2 < N // 2)[:, None]
+    else:
+        channel = tl.program_id(0) * BN + i
+        kept = (channel < N)[:, None]
     weight = tl.load(addresses + expert).to(tl.pointer_type(first_weight.dtype.element_ty))
-    weight_at = weight + channel[None, :] * K
-    total = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)
-        a = tl.load(x_at + k[None, :], mask=there[:, None] & (k < K)[None, :], other=0.0)
-        b = tl.load(weight_at + k[:, None], mask=(channel < N)[None, :] & (k < K)[:, None], other=0.0)
-        total = tl.dot(a, b.to(a.dtype), total, input_precision=PRECISION)
-    at = out + pair[:, None] * N + channel[None, :]
-    tl.store(at, total.to(out.dtype.element_ty), mask=there[:, None] & (channel < N)[None, :])
+    if ALIGNED:  # or elements are read one by one
+        weight = tl.multiple_of(weight, 16)
+    live = there[:, None]
+    x_at = x + (pair // pairs_per_row)[:, None] * x_row + k[None, :]
+    weight_at = weight + channel.to(tl.int64)[:, None] * K + k[None, :]
+    if SWAP:
+        sums = tl.zeros((BN, BM), tl.float32)
+    else:
+        sums = tl.zeros((BM, BN), tl.float32)
+    for start in tl.range(0, K, BK, num_stages=STAGES):
+        a = read_tile(x_at, start, live, k, K, BK, False)
+        b = read_tile(weight_at, start, kept, k, K, BK, N % BN == 0)
+        sums = add_products(sums, a, b, SWAP, PRECISION)
+    if SWAP:
+        sums = tl.trans(sums)
+    y = sums.to(out.dtype.element_ty)
+    if GATED:
+        gate, up = tl.split(tl.reshape(y, (BM, BN // 2, 2)))
+        inner = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
+        value = gated_value(gate.to(tl.float32), up.to(tl.float32), TANH).to(out.dtype.element_ty)
+        tl.store(out + pair[:, None] * (N // 2) + inner[None, :], value, mask=live & (inner < N // 2)[None, :])
+    else:
+        tl.store(out + pair[:, None] * N + channel[None, :], y, mask=live & (channel < N)[None, :])
 
 
-def grouped_linear(x: Tensor, addresses: Tensor, first_weight: Tensor, groups: Groups, *, pairs_per_row: int) -> Tensor:
+def grouped_linear(
+    x: Tensor,
+    addresses: Tensor,
+    first_weight: Tensor,
+    groups: Groups,
+    *,
+    pairs_per_row: int,
+    activation: str = "",
+    aligned: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
     """x [pairs / pairs_per_row, K] -> [pairs, N], each pair by its expert's weight [N, K].
 
     addresses: [experts] int64, of the weights, which are contiguous and as the first; of x's dtype, or x is float32.
+    activation: a gated one's name (16-bit rows only): gates and ups are one weight, the result is [pairs, N / 2].
+    aligned: 16 divides all addresses. tile: this one instead of the table's, of the groups' rows.
     """
-    num_pairs, num_experts, (n, k) = groups.order.shape[0], addresses.shape[0], first_weight.shape
+    num_pairs, (n, k) = groups.order.numel(), first_weight.shape
     assert x.stride(1) == 1, "channels are contiguous"
-    out = torch.empty((num_pairs, n), dtype=x.dtype, device=x.device)
+    assert not activation or serves_gate(x, activation), "float32 gates have a kernel of their own"
+    tile = tile or tile_for(groups.rows, n, k, x.dtype)
+    assert tile.rows == groups.rows, "a tile has the rows that pairs were grouped for"
+    width = n // 2 if activation else n
+    out = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
     if num_pairs:
-        tiles = min(num_pairs, triton.cdiv(num_pairs, groups.rows) + num_experts)
-        _grouped_product[(triton.cdiv(n, 64), tiles)](
-            x, addresses, first_weight, out, groups.order, groups.ends, groups.tile_ends, x.stride(0), pairs_per_row,
-            EXPERTS=num_experts, PADDED=triton.next_power_of_2(num_experts), N=n, K=k, BM=groups.rows,
-            BN=64, BK=32 if x.dtype == torch.float32 else 64, PRECISION="ieee", num_warps=4, num_stages=3,
+        _grouped_product[(triton.cdiv(n, tile.channels), groups.slots)](
+            x, addresses, first_weight, out, groups.order, groups.tiles, x.stride(0), pairs_per_row, N=n, K=k,
+            BM=tile.rows, BN=tile.channels, BK=tile.depth, STAGES=tile.stages, SWAP=tile.swap, GATED=bool(activation),
+            TANH=activation == "gelu_tanh", DIRECT=groups.direct, ALIGNED=aligned, PRECISION="ieee",
+            num_warps=tile.warps, enable_fp_fusion=not activation, **chained(x.device),
         )  # fmt: skip
     return out
+
+
+def serves_gate(x: Tensor, activation: str) -> bool:
+    """Whether a product of rows as `x` writes the activation itself."""
+    return activation in GATED_KINDS and x.dtype != torch.float32
+
+
+def tile_rows(num_pairs: int, num_experts: int) -> int:
+    """Pairs of a tile: few experts are alone in theirs, and little of a tile is empty."""
+    for rows in (8, 16, 32):
+        if num_pairs <= rows * num_experts // 2:
+            return rows
+    return 64 if num_pairs <= 512 * num_experts else 128
+
+
+def tile_for(rows: int, n: int, k: int, dtype: torch.dtype) -> Tile:
+    """The tile of so many rows. It moves no bit."""
+    if dtype == torch.float32:
+        return Tile(rows, 64, 32, 4, 3) if rows >= 16 else Tile(rows, 64, 32, 4, 3, swap=True)
+    if rows <= 32:
+        return Tile(rows, 64, 128, 4, 4, swap=True)
+    return Tile(rows, 128, 64, 4, 4) if rows == 64 else Tile(rows, 128, 64, 8, 4)

@@ -1,7 +1,7 @@
 """moe: the sampler's routed experts, with gradients.
 
 Owns the way back through each expert; the choice of experts and the sum by rank are plain torch operations on float32,
-`octavo.layers.moe`'s own. Invariant: a pair's bits depend on its token's row and its expert's weights only.
+`octavo.ops.moe.routing`'s own. Invariant: a pair's bits depend on its token's row and its expert's weights only.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from octavo.checkpoint.arch import Moe
-from octavo.layers.moe import choose_experts, sum_by_rank
 from octavo.ops.activation import gated_activation
 from octavo.ops.gemm import linear as linear_operator
 from octavo.ops.moe import ExpertWeights, run_experts
+from octavo.ops.moe.routing import choose_experts_reference, sum_by_rank
 from octavo.rl.autograd.gated import gated_backward
 from octavo.rl.autograd.linear import backward_input, backward_weight, linear
 from octavo.rl.autograd.outside import apply, first_order, outside_autocast
@@ -46,7 +46,7 @@ def moe(
         if is_needed != (given is not None):
             raise ValueError(f"octavo.rl.moe {'needs' if is_needed else 'has no use for'} {name} under {facts}")
     bias = None if correction is None else correction.detach().float()
-    weights, experts = choose_experts(linear(x, router, out_dtype=torch.float32), facts, bias)
+    weights, experts = choose_experts_reference(linear(x, router, out_dtype=torch.float32), facts, bias)
     results: Tensor = apply(_Experts, x, experts, gate_up, down, activation)
     total = sum_by_rank(results, weights)
     return (total if shared is None else total + shared).to(x.dtype)
