@@ -13,9 +13,11 @@ import torch
 
 from octavo.device.staging import PinnedRing, StagedTensor, WriteQueue
 from octavo.ops.inputs import commit_drafts_eager, commit_tokens_eager, gather_inputs_eager
+from octavo.ops.inputs import draft_passes_gpu as gpu_passes
 from octavo.ops.inputs import gpu as gpu_inputs
 from octavo.ops.inputs import staged_write_gpu as gpu_staged_write
-from octavo.ops.inputs.tensors import GroupTables, RowTensors, StepInputs
+from octavo.ops.inputs.draft_passes import lay_out_passes_eager
+from octavo.ops.inputs.tensors import GroupTables, PassTensors, RowTensors, StepInputs
 
 MAX_ROWS, MAX_LEN, MAX_TOKENS = 9, 700, 1500
 BLOCK_SIZES = (16, 8)
@@ -172,6 +174,54 @@ def _commit_one(world: World, gather: Any, commit: Any, cases: list[Any], counts
     assert (world.step.results[1] == -7).all() and (world.step.counts[1] == -7).all()
 
 
+def check_lay_out_passes(device: str) -> None:
+    """Behind steps of all kinds: rows that sampled and did not, rejected drafts, ends at max_model_len, padding."""
+    rng = random.Random(5)
+    shapes = [([1, 1, 1], 3, 3), ([1], 4, 4), ([], 4, 4), ([5, 5, 5, 5], 4, 20), *(_case(rng) for _ in range(4))]
+    for seed, (counts, rows, tokens) in enumerate(shapes):
+        worlds = World(seed, device, counts, rows, tokens), World(seed, "cpu", counts, rows, tokens)
+        sample_of = torch.tensor([rng.choice([0, 1, 2, -1]) for _ in range(rows)], dtype=torch.int32)
+        accepted = torch.tensor([rng.randrange(count) + 1 for count in counts], dtype=torch.int32)
+        found = []
+        for world, lay_out in zip(worlds, (gpu_passes.lay_out, _lay_out_eager), strict=True):
+            (gpu_inputs.gather if world is worlds[0] else gather_inputs_eager)(*world.args())
+            table, where = world.table, world.step.rows.device
+            own = world.step.rows[: len(counts)]
+            table.num_computed[own] += accepted.to(where)  # as a commit leaves them
+            table.total_len[own] = (table.num_computed[own] + 1).clamp(max=MAX_LEN)
+            passes = _passes(len(world.groups.tables), where)
+            lay_out(world.step, table, sample_of.to(where), world.groups, passes, 690)
+            found.append((world, passes))
+        (ours, own_passes), (twin, expected) = found
+        for name, filled in (("last", rows), ("tokens", rows), ("behind", tokens)):
+            pair = (getattr(passes, name)[:filled].cpu() for passes in (own_passes, expected))
+            assert torch.equal(*pair), (seed, name)
+        for name in ("positions", "next_positions", "seq_lens", "slots"):
+            pair = (getattr(passes, name)[..., :rows].cpu() for passes in (own_passes, expected))
+            assert torch.equal(*pair), (seed, name)
+        for own_out, out, size in zip(ours.groups.outs, twin.groups.outs, BLOCK_SIZES, strict=True):
+            for entry, length in enumerate(expected.seq_lens.amax(0).tolist()[:rows]):
+                assert torch.equal(own_out[entry, : -(-length // size)].cpu(), out[entry, : -(-length // size)])
+
+
+def _passes(num_groups: int, device: torch.device) -> PassTensors:
+    shape = 6, 16
+    longs = torch.full((3, *shape), -7, device=device)
+    return PassTensors(
+        last=torch.full((16,), -7, device=device),
+        tokens=torch.full((16,), -7, device=device),
+        behind=torch.full((MAX_TOKENS,), -7, device=device),
+        positions=longs[0],
+        next_positions=longs[1],
+        seq_lens=longs[2].to(torch.int32),
+        slots=torch.full((num_groups, *shape), -7, device=device),
+    )
+
+
+def _lay_out_eager(*args: Any) -> None:
+    lay_out_passes_eager(*args[:-1], max_model_len=args[-1])
+
+
 def check_staged_write(device: str) -> None:
     ints = torch.zeros(2000, dtype=torch.int32, device=device)
     longs, floats = torch.zeros(50, dtype=torch.int64, device=device), torch.zeros(50, device=device)
@@ -248,6 +298,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "gather": check_gather,
     "commit": check_commit,
     "commit_drafts": check_commit_drafts,
+    "lay_out_passes": check_lay_out_passes,
     "staged_write": check_staged_write,
     "write_queue": check_write_queue,
 }

@@ -178,13 +178,13 @@ def test_S_5_M5_4_M5_6_blocks_have_exact_bounds_and_end_at_max_model_len(
     seen: list[tuple[int, int, int]] = []
     prepare = DefaultModelState.prepare_drafts
 
-    def poisoned(self: DefaultModelState, batch: Batch, *, for_capture: bool) -> Any:
+    def poisoned(self: DefaultModelState, batch: Batch, **given: bool) -> Any:
         if batch.slot_mapping[0].data_ptr() == blocks.data_ptr():
             seen.append((int(batch.seq_lens.max()), batch.max_seq_len, batch.max_query_len))
         for size, table in zip(self._block_sizes, batch.block_tables, strict=True):
             for row, length in zip(table, batch.seq_lens.tolist(), strict=True):
                 row[-(-length // size) :] = 1 << 30
-        return prepare(self, batch, for_capture=for_capture)
+        return prepare(self, batch, **given)
 
     monkeypatch.setattr(DefaultModelState, "prepare_drafts", poisoned)
     jobs = [(LONG[: 30 + 7 * index], params(max_tokens=None, logprobs=1, seed=index)) for index in range(4)]

@@ -251,14 +251,19 @@ def test_S_5_drafts_end_at_max_model_len(name: str, in_flight: bool) -> None:
 def test_S_5_M5_5_M5_6_passes_have_exact_bounds_and_read_no_further(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every pass: lengths lie under its bound, that under max_model_len; table entries behind them are not read."""
     bounds: list[tuple[int, int]] = []
-    prepare = DefaultModelState.prepare_drafts
+    hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+    prepare, poison = DefaultModelState.prepare_drafts, 1 << 30
 
-    def poisoned(self: DefaultModelState, batch: Batch, *, for_capture: bool) -> Any:
+    def poisoned(self: DefaultModelState, batch: Batch, **given: bool) -> Any:
         bounds.append((int(batch.seq_lens.max()), batch.max_seq_len))
+        while hidden:  # what the pass before must not read a later one may: tables are gathered once a step
+            cells, kept = hidden.pop()
+            cells.copy_(torch.where(cells == poison, kept, cells))
         for size, table in zip(self._block_sizes, batch.block_tables, strict=True):
             for row, length in zip(table, batch.seq_lens.tolist(), strict=True):
-                row[-(-length // size) :] = 1 << 30
-        return prepare(self, batch, for_capture=for_capture)
+                hidden.append((row[-(-length // size) :], row[-(-length // size) :].clone()))
+                row[-(-length // size) :] = poison
+        return prepare(self, batch, **given)
 
     monkeypatch.setattr(DefaultModelState, "prepare_drafts", poisoned)
     jobs = [(LONG[: 30 + 7 * index], params(max_tokens=None, logprobs=1, seed=index)) for index in range(4)]

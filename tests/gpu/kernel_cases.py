@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "states"))
 import torch
 
 import backward_rig
+import draft_rig
 import flex_rig
 import fused_rope_rig
 import gpu_rig
@@ -79,6 +80,7 @@ def _inputs() -> None:
     inputs_rig.check_gather("cuda", 3)
     inputs_rig.check_commit("cuda")
     inputs_rig.check_commit_drafts("cuda")
+    inputs_rig.check_lay_out_passes("cuda")
 
 
 def _states(name: str, sizes: tuple[int, ...]) -> None:
@@ -222,7 +224,13 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "embedding": (functools.partial(gpu_rig.check_embedding, "cuda", BF16), ("embedding.gpu._gather",)),
     "rope and store": (_rope, ("rope.gpu._qk_norm_rope_store",)),
     "zeroed blocks": (_zero, ("cache_write.zero_blocks_gpu._zero",)),
-    "inputs": (_inputs, ("inputs.gpu._gather", "inputs.gpu._commit", "inputs.gpu._commit_runs")),
+    "inputs": (
+        _inputs,
+        ("inputs.gpu._gather", "inputs.gpu._commit", "inputs.gpu._commit_runs", "inputs.draft_passes_gpu._lay_out"),
+    ),
+    "a drafter's entries": (functools.partial(draft_rig.check_beside, "cuda", BF16), ("embedding.beside_gpu._beside",)),
+    "kept sums": (functools.partial(draft_rig.check_kept_sum, "cuda", BF16), ("norm.kept_sum_gpu._keep",)),
+    "drafts": (functools.partial(draft_rig.check_drafts, "cuda", 1801), ("sampling.drafts_gpu._draw_drafts",)),
     "prompt lookup": (functools.partial(gpu_rig.check_look_up, "cuda", 3001), ("lookup.gpu._look_up",)),
     "short convolution": (functools.partial(_states, "conv", (300, 3)), ("scan.conv_gpu.short_convolution",)),
     "gated delta rule": (

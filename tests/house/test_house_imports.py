@@ -152,7 +152,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
         {"msgspec", "torch"},
     ),
     # named by its path, as drafters out of tree are
-    "bench.oracle": ({"words", "speculate", "models", "cache.specs"}, {"torch"}),
+    "bench.oracle": ({"words", "speculate", "models", "cache.specs", "ops", "bench.oracle_gpu"}, {"torch"}),
+    "bench.oracle_gpu": ({"words", "ops"}, {"torch", "triton"}),
     "bench": (
         {"words", "kv_connector", "cli.flags", "llm", "frontend", "startup.probe", "ops"},
         {"torch", "numpy", "msgspec"},

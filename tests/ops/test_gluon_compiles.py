@@ -184,3 +184,17 @@ def test_few_rows_by_held_weights(
         residual=None if normed else torch.zeros_like(out),
         activation=activation,
     )
+
+
+@pytest.mark.parametrize(("n", "k"), [(6144, 8192), (4096, 2048)])
+def test_one_row_alone(compiled: list[Any], n: int, k: int) -> None:
+    """As a drafter's first product, whose row is two halves that are normed apart."""
+    x, out = torch.zeros(1, k, dtype=BF16), torch.zeros(1, n, dtype=BF16)
+    gemv.product(x, torch.zeros(n, k, dtype=BF16), out, norm=None, eps=0.0, residual=None, gated=False)
+
+
+@pytest.mark.parametrize("k", [1024, 4096])
+def test_one_row_of_a_drafters_head(compiled: list[Any], k: int) -> None:
+    """Of 32,000 tokens, in float32: its programs stream, however short a row is."""
+    x, weight, out = torch.zeros(1, k, dtype=BF16), torch.zeros(32000, k, dtype=BF16), torch.zeros(1, 32000)
+    gemv.product(x, weight, out, norm=torch.ones(k), eps=1e-6, residual=None, gated=False)

@@ -9,13 +9,18 @@ import pytest
 pytest.importorskip("triton")
 
 import backward_rig
+import draft_rig
 import flex_rig
 import gpu_rig
 import matmul_rig
 import moe_rig
 from interpreted import run_rig
 
-CASES = [(rig, check) for rig in (gpu_rig, matmul_rig, moe_rig, flex_rig, backward_rig) for check in rig.INTERPRETED]
+CASES = [
+    (rig, check)
+    for rig in (gpu_rig, matmul_rig, moe_rig, flex_rig, backward_rig, draft_rig)
+    for check in rig.INTERPRETED
+]
 
 
 @pytest.mark.parametrize(("rig", "check"), CASES, ids=lambda of: getattr(of, "__name__", of))

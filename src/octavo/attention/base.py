@@ -21,6 +21,7 @@ from octavo.cache.kernel_blocks import MultipleOf
 from octavo.cache.specs import AttentionSpec, LayerSpec
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.inputs.tensors import LogitTokens
+from octavo.ops.norm.kept_sum import keep_sum
 from octavo.ops.rope import Rotation
 from octavo.registry import Registry
 from octavo.states.base import NO_STATES, LayerStates
@@ -357,7 +358,7 @@ class Taps:
         for place, wanted in enumerate(self.layers):
             if wanted == layer:
                 out = self._buffer[: len(x), place * size : (place + 1) * size]
-                out.copy_(x if residual is None else x + residual)
+                keep_sum(x, residual, out)
 
     def of(self, num_tokens: int) -> torch.Tensor:
         """[num_tokens, n * size] of the step's tokens."""

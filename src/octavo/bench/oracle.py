@@ -17,6 +17,7 @@ import torch
 from octavo.cache.specs import LayerSpec
 from octavo.config.settings import ConfigError
 from octavo.config.speculative import NO_SPECULATION, SpeculativeConfig, read_speculative
+from octavo.ops.inputs.tensors import RowTensors
 from octavo.speculate import make_speculator
 from octavo.speculate.step import DraftBatches, DraftStep
 
@@ -52,7 +53,7 @@ class Oracle:
         self.num_next_tokens, self.num_lookahead = self._cost.num_next_tokens, self._cost.num_lookahead
         self.captures = self._cost.captures or not self._cost.num_drafts
         answers = json.loads(self._path.read_text())
-        longest = max(map(len, answers)) + self.num_drafts
+        longest = max(_KNOWN_BY, *map(len, answers)) + self.num_drafts
         padded = [answer + [0] * (longest - len(answer)) for answer in answers]
         self._answers = torch.tensor(padded, dtype=torch.int32, device=resolved.device)
         self._places = torch.arange(self.num_drafts, device=resolved.device)
@@ -71,15 +72,44 @@ class Oracle:
         """See Speculator."""
         if self._cost.num_drafts:
             self._cost.propose(step)
-        if step.num_drafts:
-            begin = step.table.token_ids[:, :_KNOWN_BY].index_select(0, step.batch.rows)
-            same = (begin[:, None, :] == self._answers[None, :, :_KNOWN_BY]).all(2)
-            answer = same.to(torch.int32).argmax(1)
-            at = (step.totals()[:, None] + self._places).clamp(max=self._answers.shape[1] - 1)
-            right = self._answers.view(-1).index_select(0, (answer[:, None] * self._answers.shape[1] + at).view(-1))
-            lot = _mixed(at * 40503 + answer[:, None] * 48271 + 12345) & _PARTS - 1
-            wrong = (lot >= self._bar).to(torch.int32).view(-1)
-            step.write_all(((right + wrong) % self._vocab_size).view(at.shape))
+        if not step.num_drafts:
+            return
+        if step.batch.rows.is_cuda:
+            self._foretell(step)
+        else:
+            rows, vocab_size = step.batch.rows, self._vocab_size
+            step.write_all(drafts_of(step.table, rows, self._answers, self._places, self._bar, vocab_size))
+
+    def _foretell(self, step: DraftStep) -> None:
+        """The same by one kernel, as what is timed is not the oracle; of all drafts, whatever the step asks for."""
+        from octavo.bench.oracle_gpu import foretell  # needs Triton
+
+        foretell(
+            step.table,
+            step.batch.rows,
+            (step.sample_of, step.batch.seq_lens),
+            self._answers,
+            num_drafts=self.num_drafts,
+            known_by=_KNOWN_BY,
+            bar=self._bar,
+            parts=_PARTS,
+            vocab_size=self._vocab_size,
+        )
+
+
+def drafts_of(
+    table: RowTensors, rows: torch.Tensor, answers: torch.Tensor, places: torch.Tensor, bar: int, vocab_size: int
+) -> torch.Tensor:
+    """Drafts [R, N] of rows [R], by their known tokens, at N places behind. answers: [any, length] int32."""
+    begin = table.token_ids[:, :_KNOWN_BY].index_select(0, rows)
+    same = (begin[:, None, :] == answers[None, :, :_KNOWN_BY]).all(2)
+    answer = same.to(torch.int32).argmax(1)
+    totals = table.total_len.index_select(0, rows).to(torch.int64)
+    at = (totals[:, None] + places).clamp(max=answers.shape[1] - 1)
+    right = answers.view(-1).index_select(0, (answer[:, None] * answers.shape[1] + at).view(-1))
+    lot = _mixed(at * 40503 + answer[:, None] * 48271 + 12345) & _PARTS - 1
+    wrong = (lot >= bar).to(torch.int32).view(-1)
+    return ((right + wrong) % vocab_size).view(at.shape)
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:

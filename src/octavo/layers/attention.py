@@ -12,14 +12,15 @@ import dataclasses
 
 import torch
 
-from octavo.attention.base import NO_TENSORS, current_context
+from octavo.attention.base import NO_TENSORS, FusedRopeBackend, current_context
 from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch, Rope
 from octavo.layers.base import Layer
 from octavo.layers.chain import line
 from octavo.layers.linear import Linear
 from octavo.ops.gemm import unpack
-from octavo.ops.rope import qk_norm_rope_store, rope_table
+from octavo.ops.gemm.fused import linear_of_few
+from octavo.ops.rope import Rotation, qk_norm_rope_store, rope_table
 
 
 class RotaryTable(Layer):
@@ -131,6 +132,10 @@ class Attention(Layer):
 
         K is normed and rotated too, and stored with V in the tokens' slots.
         """
+        return self._rope_and_store(qkv, self.spec.num_heads)
+
+    def _rope_and_store(self, qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """The same of so many heads of q: all, or none."""
         context, spec, tensors = current_context(), self.spec, self.tensors
         own = context.layers[self.index]
         return qk_norm_rope_store(
@@ -140,7 +145,7 @@ class Attention(Layer):
             self.q_norm,
             self.k_norm,
             self.norm_eps,
-            spec.num_heads,
+            num_heads,
             spec.num_kv_heads,
             spec.head_size,
             own.cache,
@@ -155,6 +160,37 @@ class Attention(Layer):
         own, attended = current_context().layers[self.index], torch.empty_like(q)
         own.backend.run(q, own.cache, self.spec, attended, self.tensors)
         return attended.flatten(1)
+
+    def store(self, x: torch.Tensor) -> None:
+        """Store K and V of tokens x [tokens, size], whose q nobody asks for."""
+        rest, bias, num_heads = self.qkv.rest, self.qkv.bias, 0
+        if rest is None:
+            rest, num_heads = self.qkv.packed, self.spec.num_heads
+        bias = None if bias is None else bias[-rest.n :]
+        self._rope_and_store(linear_of_few(x, rest, bias), num_heads)
+
+    def project_and_attend(self, x: torch.Tensor) -> torch.Tensor:
+        """What `attend` gives of `rope_and_store` of what `qkv` gives of x [tokens, size]: in few kernels, if it can.
+
+        As in steps, in a graph of rows of one query each, where no row reads what another one stores.
+        """
+        context, spec = current_context(), self.spec
+        own, projected = context.layers[self.index], linear_of_few(x, self.qkv.packed, self.qkv.bias)
+        backend = own.backend
+        if context.for_capture and own.inputs.max_query_len == 1 and isinstance(backend, FusedRopeBackend):
+            rotation = Rotation(
+                positions=context.positions,
+                cos_sin=self.rotary.cos_sin,
+                q_norm=self.q_norm,
+                k_norm=self.k_norm,
+                eps=self.norm_eps,
+                slot_mapping=own.inputs.slot_mapping,
+            )
+            if self.tensors is NO_TENSORS and backend.rotates(rotation, own.cache, spec):
+                attended = projected.new_empty(projected.shape[0], spec.num_heads, spec.head_size)
+                backend.run_fused_rope(projected, rotation, own.cache, spec, attended)
+                return attended.flatten(1)
+        return self.attend(self._rope_and_store(projected, spec.num_heads))
 
 
 def plain_specs(arch: Arch) -> list[AttentionSpec]:

@@ -13,8 +13,11 @@ import torch
 from octavo.checkpoint.arch import Arch
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
+from octavo.layers.norm import RMSNorm
 from octavo.ops.embedding import embed_rows, gather_rows
-from octavo.ops.gemm.fused import fused_linear_sampling, fused_sampling_rows
+from octavo.ops.embedding.beside import embed_beside
+from octavo.ops.gemm import LinearWeight
+from octavo.ops.gemm.fused import fused_linear_sampling, fused_sampling_rows, normed_linear
 from octavo.ops.sampling import draw
 
 
@@ -36,6 +39,12 @@ class OutputHead(Linear):
         if self._soft_cap:
             logits = logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
         return logits
+
+    def of_norm(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """Logits of the given rows, normed."""
+        if self._is_changed or self.bias is not None:
+            return self.forward(norm.forward(x))
+        return normed_linear(x, norm.weight, norm.eps, self.packed, out_dtype=self.out_dtype)
 
     def draw(
         self,
@@ -72,11 +81,16 @@ class Embedding(Layer):
         super().__init__()
         self.declare("weight", (vocab_size, size), dtype)
         self._dtype = dtype
-        self._scale = torch.tensor(scale, dtype=dtype).item()
+        self.scale = torch.tensor(scale, dtype=dtype).item()
+
+    @property
+    def table(self) -> torch.Tensor:
+        """What rows are gathered from."""
+        return self.weight
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [tokens] int64 -> [tokens, size]."""
-        return gather_rows(input_ids, self.weight, self._dtype, self._scale)
+        return gather_rows(input_ids, self.weight, self._dtype, self.scale)
 
 
 class TiedEmbedding(Layer):
@@ -89,11 +103,43 @@ class TiedEmbedding(Layer):
         super().__init__()
         self.__dict__["head"] = head  # a reference, not a child: the head's parameters are listed once
         self._dtype = dtype
-        self._scale = torch.tensor(scale, dtype=dtype).item()
+        self.scale = torch.tensor(scale, dtype=dtype).item()
+
+    @property
+    def table(self) -> LinearWeight:
+        """What rows are gathered from."""
+        return self.head.packed
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [tokens] int64 -> [tokens, size]."""
-        return embed_rows(input_ids, self.head.packed, self._dtype, self._scale)
+        return embed_rows(input_ids, self.head.packed, self._dtype, self.scale)
+
+
+def embed_with_states(
+    embedding: Layer,
+    ids: torch.Tensor,
+    states: torch.Tensor,
+    norms: tuple[RMSNorm, RMSNorm] | None = None,
+    pick: torch.Tensor | None = None,
+    *,
+    normed: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """([T, 2 * size]: the embedding of ids [T] int64 and states [T, size] side by side; the states by themselves).
+
+    norms: of both, of one eps; None: both stay as they are. pick: [T] int64, places at which ids and states are taken
+    from longer ones; None: all. normed: whether the second result is.
+    """
+    eps, weights = (0.0, None) if norms is None else (norms[0].eps, (norms[0].weight, norms[1].weight))
+    is_plain = "forward" not in embedding.__dict__ and type(embedding) in (Embedding, TiedEmbedding)
+    if is_plain and isinstance(embedding, Embedding | TiedEmbedding):
+        return embed_beside(ids, embedding.table, embedding.scale, states, weights, eps, pick, normed=normed)
+    if pick is not None:
+        ids, states = ids.index_select(0, pick), states.index_select(0, pick)
+    embedded: torch.Tensor = embedding.forward(ids)
+    if norms is None:
+        return torch.cat([embedded, states], dim=-1), states
+    h = norms[1].forward(states)
+    return torch.cat([norms[0].forward(embedded), h], dim=-1), h if normed else states
 
 
 def head_and_embedding(arch: Arch, dtype: torch.dtype) -> tuple[OutputHead, Embedding | TiedEmbedding]:

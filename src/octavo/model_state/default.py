@@ -77,15 +77,18 @@ class DefaultModelState:
             self._step.prepare(_state_inputs(batch))
         return self._context(batch, for_capture=for_capture)
 
-    def prepare_drafts(self, batch: Batch, *, for_capture: bool = False) -> ForwardContext:
+    def prepare_drafts(self, batch: Batch, *, for_capture: bool = False, attends: bool = True) -> ForwardContext:
         """See ModelState."""
-        self._prepare_tables(batch, for_capture=for_capture)
+        self._prepare_tables(batch, for_capture=for_capture, attends=attends)
         return self._context(batch, for_capture=for_capture)
 
-    def _prepare_tables(self, batch: Batch, *, for_capture: bool) -> None:
+    def _prepare_tables(self, batch: Batch, *, for_capture: bool, attends: bool = True) -> None:
         for index, (block_size, table) in enumerate(zip(self._block_sizes, self._tables, strict=True)):
             inputs = self._inputs(batch, index, block_size, batch.block_tables[index])
-            table.prepare(inputs, for_capture=for_capture)
+            if attends:
+                table.prepare(inputs, for_capture=for_capture)
+            else:
+                table.inputs = inputs
 
     def _context(self, batch: Batch, *, for_capture: bool) -> ForwardContext:
         return ForwardContext(

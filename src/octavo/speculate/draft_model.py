@@ -75,20 +75,22 @@ class DraftModelSpeculator:
         self._batches = batches
         self._sampler = DraftSampler(self._config, batches, self._vocab_size)
 
-    def token_ids(self, places: torch.Tensor) -> torch.Tensor:
+    @property
+    def target_ids(self) -> torch.Tensor | None:
         """The vocabulary is the target's."""
-        return places
+        return None
 
     def propose(self, step: DraftStep) -> None:
         """See Speculator."""
         model, batch = self._model, step.batch
         with forward_context(self._own(self._batches.again(step))):
             model.forward(batch.input_ids, batch.positions)
+        drafts: torch.Tensor | None = None
         for place in range(step.num_drafts):
-            own, context = self._batches.next(step, place)
+            own, context = self._batches.next(step, place, drafts)
             with forward_context(self._own(context)):
                 hidden = model.forward(own.input_ids, own.positions)
-            step.write(place, self._sampler.draw(step, model.logits(hidden), self, place))
+            drafts = self._sampler.write(step, model.logits(hidden), self, place)
 
     def _own(self, context: ForwardContext) -> ForwardContext:
         """A pass of the drafter, whose layers are numbered from 0: the last ones of the engine's."""

@@ -15,6 +15,7 @@ import torch
 
 from octavo.config.speculative import SpeculativeConfig
 from octavo.ops.sampling import draw
+from octavo.ops.sampling.drafts import draw_drafts
 
 if TYPE_CHECKING:
     from octavo.speculate.step import DraftBatches, DraftStep
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 class Vocabulary(Protocol):
     """Which tokens a drafter's logits are of."""
 
-    def token_ids(self, places: torch.Tensor) -> torch.Tensor:
-        """The target's ids of places among the logits, both [S] int64."""
+    @property
+    def target_ids(self) -> torch.Tensor | None:
+        """The target's ids of all places among the logits, int64; None: the places themselves."""
 
 
 class DraftSampler:
@@ -36,25 +38,31 @@ class DraftSampler:
         self._temperatures, self._seeds = batches.sampling
         self._vocab_size = vocab_size
 
-    def draw(self, step: DraftStep, logits: torch.Tensor, vocabulary: Vocabulary, place: int) -> torch.Tensor:
-        """Drafts number `place` of the rows [R] int64, ids of the target. logits: [R, any] float32."""
-        return self._draw(logits, vocabulary, step.batch.rows, step.totals() + place)
+    def write(self, step: DraftStep, logits: torch.Tensor, vocabulary: Vocabulary, place: int) -> torch.Tensor:
+        """Drafts number `place` of the rows [R] int64, ids of the target, written as `DraftStep.write` does.
+
+        logits: [R, any] float32.
+        """
+        return draw_drafts(
+            logits,
+            vocabulary.target_ids,
+            self._vocab_size,
+            step.batch.rows,
+            (step.sample_of, step.batch.seq_lens),
+            step.table,
+            place,
+            self._temperatures,
+            self._seeds,
+            self._noise,
+        )
 
     def draw_all(self, step: DraftStep, logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
         """All drafts of the rows [R, N] int64 at once. logits: [R * N, any] float32, row by row."""
-        rows, count = step.batch.rows, len(logits) // step.batch.num_rows
+        rows, count, ids = step.batch.rows, len(logits) // step.batch.num_rows, vocabulary.target_ids
         positions = step.totals()[:, None] + torch.arange(count, device=rows.device)
-        return self._draw(logits, vocabulary, rows.repeat_interleave(count), positions.view(-1)).view(-1, count)
-
-    def _draw(
-        self, logits: torch.Tensor, vocabulary: Vocabulary, rows: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
-        """A draft for each of `logits`, which is of a row and a position."""
-        if not self._noise:
-            return vocabulary.token_ids(logits.argmax(-1))
-        if logits.shape[1] < self._vocab_size:  # noise is of the target's ids
-            places = torch.arange(logits.shape[1], device=logits.device)
+        if ids is not None:  # noise is of the target's ids
             every = logits.new_full((len(logits), self._vocab_size), -torch.inf)
-            logits = every.index_copy_(1, vocabulary.token_ids(places), logits)
-        tokens, _ = draw(logits.contiguous(), rows, self._temperatures * self._noise, self._seeds, positions)
-        return tokens
+            logits = every.index_copy_(1, ids, logits)
+        tables = self._temperatures * self._noise, self._seeds
+        tokens, _ = draw(logits.contiguous(), rows.repeat_interleave(count), *tables, positions.view(-1))
+        return tokens.view(-1, count)

@@ -75,25 +75,24 @@ class HeadSpeculator:
 
     def propose(self, step: DraftStep) -> None:
         """See Speculator. Entries are stored whether drafts are asked for or not: later ones read them."""
-        drafters, batches, last = self._drafters, self._batches, step.last_accepted()
-        *before, drafter = drafters
-        states, drafts = drafters[0].begin(step.taps), step.tokens_behind(1)[:0]
-        for number, module in enumerate(before):
-            with forward_context(self._own(batches.again(step), number)):
-                states = module.forward(step.tokens_behind(1 + number), states)
-            if number < step.num_drafts:
-                drafts = self._draw(step, module, states.index_select(0, last), number)
-        number = len(before)
-        tokens = step.tokens_behind(1 + number)
-        with forward_context(self._own(batches.again(step), number)):
+        batches, last = self._batches, self._batches.last_accepted(step)
+        *before, drafter = self._drafters
+        number, tokens = len(before), batches.tokens_behind(step)
+        states = self._drafters[0].begin(step.taps)
+        for place, module in enumerate(before):
+            with forward_context(self._own(batches.again(step), place)):
+                states = module.forward(tokens, states)
+            if place < step.num_drafts:
+                self._draw(step, module, states.index_select(0, last), place)
+            tokens = step.tokens_behind(2 + place)  # of which that draft may be one
+        with forward_context(self._own(batches.store(step), number)):
             drafter.store(tokens, states)
-        own = states.index_select(0, last)
         for place in range(number, step.num_drafts):
             first = place == number
-            context = batches.last(step) if first else batches.next(step, place - number - 1)[1]
+            context = batches.last(step) if first else batches.next(step, place - number - 1, tokens)[1]
             with forward_context(self._own(context, number)):
-                own = drafter.forward(tokens.index_select(0, last) if first else drafts, own)
-            drafts = self._draw(step, drafter, own, place)
+                states = drafter.forward(tokens, states, last if first else None)
+            tokens = self._draw(step, drafter, states, place)
 
     def _own(self, context: ForwardContext, number: int) -> ForwardContext:
         """A pass of module `number`, whose layers are numbered from 0."""
@@ -106,6 +105,4 @@ class HeadSpeculator:
 
     def _draw(self, step: DraftStep, drafter: DraftHead, states: torch.Tensor, place: int) -> torch.Tensor:
         """Drafts number `place` of all rows, which are written."""
-        drafts = self._sampler.draw(step, drafter.logits(states), drafter, place)
-        step.write(place, drafts)
-        return drafts
+        return self._sampler.write(step, drafter.logits(states), drafter, place)

@@ -16,8 +16,8 @@ import torch
 from octavo.attention.base import ForwardContext
 from octavo.device.batch import Batch
 from octavo.device.block_table import BlockTables
-from octavo.ops.inputs import gather_inputs
-from octavo.ops.inputs.tensors import GroupTables, RowTensors
+from octavo.ops.inputs.draft_passes import lay_out_passes
+from octavo.ops.inputs.tensors import GroupTables, PassTensors, RowTensors
 from octavo.plan import IntArray, StepLimits
 
 
@@ -92,12 +92,15 @@ def draft_max_seq_len(max_seq_len: int, step: int, max_model_len: int) -> int:
 class Prepare(Protocol):
     """Of a model state, for a drafter's layers."""
 
-    def __call__(self, batch: Batch, *, for_capture: bool = False) -> ForwardContext:
+    def __call__(self, batch: Batch, *, for_capture: bool = False, attends: bool = True) -> ForwardContext:
         """See ModelState.prepare_drafts."""
 
 
 class DraftBatches:
-    """Makes the batches of a drafter's passes, and prepares attention for them. Its tensors stay where they are."""
+    """Makes the batches of a drafter's passes, and prepares attention for them. Its tensors stay where they are.
+
+    All passes behind a step are laid out at once, by the first that is asked for.
+    """
 
     def __init__(
         self,
@@ -108,7 +111,7 @@ class DraftBatches:
         prepare: Prepare,
         sampling: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """block_tables: a step's, which each pass gathers anew. prepare: of the model state, for the drafter's layers.
+        """block_tables: a step's, which its passes gather anew. prepare: of the model state, for the drafter's layers.
 
         table: the persistent rows, read and never written; sampling: temperatures (float32) and seeds (int64) of all
         rows.
@@ -117,17 +120,24 @@ class DraftBatches:
         rows, device = limits.max_num_rows, table.token_ids.device
         self.limits, self.table, self.prepare = limits, table, prepare
         self.tables, self.block_tables = tables, block_tables
-        self._input_ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._next_positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
         self._query_start = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._turn = torch.zeros(1, dtype=torch.int32, device=device)  # nobody's: a gather counts steps by it
-        self._computed = torch.zeros_like(table.num_computed)
+        self._turn = torch.zeros(1, dtype=torch.int32, device=device)  # nobody's: no gather fills these batches
         gathered = tables.tables[: tables.num_gathered]
-        self._slots = torch.full((len(gathered), rows), -1, dtype=torch.int64, device=device)
+        # the last token's pass, and one for each place that may be asked for; passes begin at even addresses
+        shape = limits.max_num_drafts + 2, -(-rows // 16) * 16
+        slots = torch.full((len(gathered), *shape), -1, dtype=torch.int64, device=device)
+        self._passes = PassTensors(
+            last=torch.zeros(rows, dtype=torch.int64, device=device),
+            tokens=torch.zeros(rows, dtype=torch.int64, device=device),
+            behind=torch.zeros(limits.max_num_tokens, dtype=torch.int64, device=device),
+            positions=torch.zeros(shape, dtype=torch.int64, device=device),
+            next_positions=torch.zeros(shape, dtype=torch.int64, device=device),
+            seq_lens=torch.zeros(shape, dtype=torch.int32, device=device),
+            slots=slots,
+        )
         sizes = tables.block_sizes[: tables.num_gathered]
-        self._groups = GroupTables([own.data for own in gathered], block_tables, self._slots, sizes)
+        self._groups = GroupTables([own.data for own in gathered], block_tables, slots.flatten(1), sizes)
+        self._step: DraftStep | None = None  # that the passes are laid out behind
 
     def again(self, step: DraftStep) -> ForwardContext:
         """For a pass over the step's own tokens: the same positions and slots, all of them asked for.
@@ -136,43 +146,65 @@ class DraftBatches:
         """
         return self.prepare(dataclasses.replace(step.batch, logit_tokens=None), for_capture=step.for_capture)
 
+    def store(self, step: DraftStep) -> ForwardContext:
+        """As `again`, for a pass that stores entries and does not attend."""
+        batch = dataclasses.replace(step.batch, logit_tokens=None)
+        return self.prepare(batch, for_capture=step.for_capture, attends=False)
+
     def last(self, step: DraftStep) -> ForwardContext:
         """For a pass over the last token of each row that counts, whose entry `again` stored: no slot is written."""
-        return self._one(step, -1)[1]
+        return self._one(step, -1, self._laid_out(step).tokens[: step.batch.num_rows])[1]
 
-    def next(self, step: DraftStep, offset: int) -> tuple[Batch, ForwardContext]:
+    def next(self, step: DraftStep, offset: int, tokens: torch.Tensor | None = None) -> tuple[Batch, ForwardContext]:
         """For a pass over one token of each row: that at its last known place plus `offset`, from 0 on, and its slot.
 
-        What was written as draft number `offset - 1` is the batch's input id. Rows that did not sample, and those that
-        would leave max_model_len, run as rows of one token at position 0 and store nothing. To be asked in the order of
-        offsets, and after `again`: block tables are the last ones that were asked for.
+        What was written as draft number `offset - 1` is the batch's input id: give it as `tokens` [R] int64 if it is at
+        hand. Rows that did not sample, and those that would leave max_model_len, run as rows of one token at position 0
+        and store nothing. To be asked in the order of offsets, and after `again`: block tables are the last ones that
+        were asked for.
         """
         assert 0 <= offset <= self.limits.max_num_drafts, "a pass behind the last draft"
-        return self._one(step, offset)
+        rows = step.batch.rows
+        if tokens is None and not offset:
+            tokens = self._laid_out(step).tokens[: len(rows)]
+        elif tokens is None:
+            cells = rows * self.table.token_ids.shape[1] + self._laid_out(step).positions[1 + offset, : len(rows)]
+            tokens = self.table.token_ids.view(-1).index_select(0, cells).to(torch.int64)
+        return self._one(step, offset, tokens)
 
-    def _one(self, step: DraftStep, offset: int) -> tuple[Batch, ForwardContext]:
-        source, rows = step.batch, step.batch.num_rows
-        position = step.totals() - 1 + offset
-        live = step.live & (position >= 0) & (position < self.limits.max_model_len)
-        self._computed.index_copy_(0, source.rows, torch.where(live, position, 0).to(torch.int32))
+    def last_accepted(self, step: DraftStep) -> torch.Tensor:
+        """`DraftStep.last_accepted`, laid out with the passes."""
+        return self._laid_out(step).last[: step.batch.num_rows]
+
+    def tokens_behind(self, step: DraftStep) -> torch.Tensor:
+        """`DraftStep.tokens_behind` of distance 1, laid out with the passes: no drafts are among them that count."""
+        return self._laid_out(step).behind[: step.batch.total_tokens]
+
+    def _laid_out(self, step: DraftStep) -> PassTensors:
+        if self._step is not step:
+            limit = self.limits.max_model_len
+            lay_out_passes(step.batch, self.table, step.sample_of, self._groups, self._passes, max_model_len=limit)
+            self._step = step
+        return self._passes
+
+    def _one(self, step: DraftStep, offset: int, tokens: torch.Tensor) -> tuple[Batch, ForwardContext]:
+        source, rows, number = step.batch, step.batch.num_rows, 1 + offset
+        passes = self._laid_out(step)
         batch = Batch(
             max_query_len=1,
-            max_seq_len=draft_max_seq_len(source.max_seq_len, offset + 1, self.limits.max_model_len),
+            max_seq_len=draft_max_seq_len(source.max_seq_len, number, self.limits.max_model_len),
             max_long=0,
             rows=source.rows,
-            input_ids=self._input_ids[:rows],
-            positions=self._positions[:rows],
+            input_ids=tokens,
+            positions=passes.positions[number, :rows],
             query_start=self._query_start[: rows + 1],
-            seq_lens=self._seq_lens[:rows],
-            next_positions=self._next_positions[:rows],
+            seq_lens=passes.seq_lens[number, :rows],
+            next_positions=passes.next_positions[number, :rows],
             turn=self._turn,
             results=source.results,
             counts=source.counts,
-            slot_mapping=[slots[:rows] for slots in self._slots],
+            slot_mapping=[slots[number, :rows] for slots in passes.slots],
             block_tables=[table[:rows] for table in self.block_tables],
             logit_tokens=None,
         )
-        gather_inputs(batch, dataclasses.replace(self.table, num_computed=self._computed), self._groups)
-        for slots in batch.slot_mapping:
-            slots.masked_fill_(torch.ones_like(live) if offset < 0 else ~live, -1)
         return batch, self.prepare(batch, for_capture=step.for_capture)

@@ -36,11 +36,15 @@ class DraftHead(Loadable, Protocol):
     def store(self, tokens: torch.Tensor, states: torch.Tensor) -> None:
         """Store K and V of entries: tokens [T] int64, states [T, size], of the context's positions and slots."""
 
-    def forward(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Entries as `store`'s, which attend as well -> [T, size], what a next entry knows, and logits follow from."""
+    def forward(self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None = None) -> torch.Tensor:
+        """Entries as `store`'s, which attend as well -> [T, size], what a next entry knows, and logits follow from.
+
+        pick: [T] int64, places at which tokens and states are taken from longer ones; None: all.
+        """
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[T, size] of `forward` -> [T, vocabulary of the drafts] float32."""
 
-    def token_ids(self, places: torch.Tensor) -> torch.Tensor:
-        """The target's ids of places in the vocabulary of the drafts."""
+    @property
+    def target_ids(self) -> torch.Tensor | None:
+        """The target's ids of all places in the vocabulary of the drafts, int64; None: the places themselves."""

@@ -89,6 +89,7 @@ class BlockDrafter(Layer):
         """By the target's head."""
         return self.head.forward(states)
 
-    def token_ids(self, places: torch.Tensor) -> torch.Tensor:
+    @property
+    def target_ids(self) -> torch.Tensor | None:
         """The target's own."""
-        return places
+        return None

@@ -7,6 +7,7 @@ neither is normed, nor is what comes out: it stands where the target's normed st
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -16,12 +17,15 @@ from octavo.cache.specs import LayerSpec
 from octavo.checkpoint.arch import DraftArch
 from octavo.layers.attention import Attention, plain_specs, rotary_tables
 from octavo.layers.base import Layer
-from octavo.layers.embedding import Embedding, OutputHead
+from octavo.layers.embedding import Embedding, OutputHead, embed_with_states
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import Mlp
 from octavo.layers.norm import RMSNorm
 from octavo.models.base import WeightMap
 from octavo.models.causal_lm import CausalLM
+from octavo.models.drafters.ends import end_of, leave
+from octavo.ops.decoder import PostOperands
+from octavo.ops.gemm.fused import linear_of_few
 
 WEIGHT_MAP: WeightMap = {
     "fc.weight": ("fc.weight", ""),
@@ -75,25 +79,29 @@ class EagleHead(Layer):
         """The target's hidden states as they are."""
         return given
 
-    def _project(self, tokens: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(q [T, heads, head_size], the stream); K and V are stored."""
-        x = self.fc.forward(torch.cat([self.embedding.forward(tokens), states], dim=-1))
-        return self.attention.rope_and_store(self.attention.qkv.forward(x)), x
+    def _enter(self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None) -> torch.Tensor:
+        """The stream."""
+        both, _ = embed_with_states(self.embedding, tokens, states, None, pick)
+        return linear_of_few(both, self.fc.packed, self.fc.bias)
 
     def store(self, tokens: torch.Tensor, states: torch.Tensor) -> None:
         """K and V of entries."""
-        self._project(tokens, states)
+        self.attention.store(self._enter(tokens, states, None))
 
-    def forward(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None = None) -> torch.Tensor:
         """What a next entry knows, and the head's logits follow from."""
-        q, x = self._project(tokens, states)
-        x = x + self.attention.output.forward(self.attention.attend(q))
-        return x + self.mlp.forward(self.mlp_norm.forward(x))
+        x = self._enter(tokens, states, pick)
+        return leave(self._end, self.attention.project_and_attend(x), x)
+
+    @functools.cached_property
+    def _end(self) -> PostOperands:
+        return end_of(self.attention, self.mlp_norm, self.mlp)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """By the target's head."""
         return self.head.forward(states)
 
-    def token_ids(self, places: torch.Tensor) -> torch.Tensor:
+    @property
+    def target_ids(self) -> torch.Tensor | None:
         """The target's own."""
-        return places
+        return None

@@ -7,6 +7,7 @@ Invariant: float32 logits within 1e-4 of the formula's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -16,12 +17,14 @@ from octavo.cache.specs import LayerSpec
 from octavo.checkpoint.arch import DraftArch
 from octavo.layers.attention import Attention, plain_specs, rotary_tables
 from octavo.layers.base import Layer
-from octavo.layers.embedding import Embedding, OutputHead
+from octavo.layers.embedding import Embedding, OutputHead, embed_with_states
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import Mlp
 from octavo.layers.norm import RMSNorm
 from octavo.models.base import WeightMap
 from octavo.models.causal_lm import CausalLM
+from octavo.models.drafters.ends import end_of, leave
+from octavo.ops.decoder import PostOperands
 
 WEIGHT_MAP: WeightMap = {
     "fc.weight": ("fc.weight", ""),
@@ -78,10 +81,6 @@ class DraftVocabulary(Layer):
         super().finalize(quantization)
         self.ids = self.offsets + torch.arange(len(self.offsets), device=self.offsets.device)
 
-    def forward(self, places: torch.Tensor) -> torch.Tensor:
-        """places [T] int64 -> the target's ids."""
-        return self.ids.index_select(0, places)
-
 
 class Eagle3Head(Layer):
     """See models.drafters.DraftHead."""
@@ -118,27 +117,26 @@ class Eagle3Head(Layer):
         """Three taps in one product."""
         return self.fc.forward(given)
 
-    def _project(self, tokens: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(q [T, heads, head_size], the normed states); K and V are stored."""
-        h, attention = self.state_norm.forward(states), self.attention
-        both = torch.cat([self.token_norm.forward(self.embedding.forward(tokens)), h], dim=-1)
-        return attention.rope_and_store(attention.qkv.forward(both)), h
-
     def store(self, tokens: torch.Tensor, states: torch.Tensor) -> None:
         """K and V of entries."""
-        self._project(tokens, states)
+        both, _ = embed_with_states(self.embedding, tokens, states, (self.token_norm, self.state_norm))
+        self.attention.store(both)
 
-    def forward(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None = None) -> torch.Tensor:
         """What a next entry knows: the stream, before the last norm."""
-        q, h = self._project(tokens, states)
-        x = h if self._normed_residual else states
-        x = x + self.attention.output.forward(self.attention.attend(q))
-        return x + self.mlp.forward(self.mlp_norm.forward(x))
+        norms, normed = (self.token_norm, self.state_norm), self._normed_residual
+        both, x = embed_with_states(self.embedding, tokens, states, norms, pick, normed=normed)
+        return leave(self._end, self.attention.project_and_attend(both), x)
+
+    @functools.cached_property
+    def _end(self) -> PostOperands:
+        return end_of(self.attention, self.mlp_norm, self.mlp)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """In the reduced vocabulary."""
-        return self.head.forward(self.norm.forward(states))
+        return self.head.of_norm(states, self.norm)
 
-    def token_ids(self, places: torch.Tensor) -> torch.Tensor:
+    @property
+    def target_ids(self) -> torch.Tensor | None:
         """By the head's map."""
-        return places if self.vocabulary is None else self.vocabulary.forward(places)
+        return None if self.vocabulary is None else self.vocabulary.ids

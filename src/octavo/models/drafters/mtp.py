@@ -8,21 +8,25 @@ Qwen3-Next's, under `mtp`. What comes out is normed, and stands where the target
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import nn
 
+from octavo.attention.base import current_context
 from octavo.cache.specs import LayerSpec
 from octavo.checkpoint.arch import Arch, DraftArch
 from octavo.layers.base import Layer
 from octavo.layers.chain import Line, learn
-from octavo.layers.embedding import Embedding, OutputHead
+from octavo.layers.decoder import Decoder
+from octavo.layers.embedding import Embedding, OutputHead, embed_with_states
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.models.base import WeightMap
 from octavo.models.causal_lm import CausalLM
+from octavo.ops.gemm.fused import linear_of_few
 
 _BEHIND_LAYERS = {"enorm": "token_norm", "hnorm": "state_norm", "eh_proj": "combine", "shared_head.norm": "norm"}
 _UNDER_MTP = {
@@ -73,9 +77,9 @@ class MtpModule(Layer):
         """The target's hidden states as they are."""
         return given
 
-    def _enter(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        embedded = self.token_norm.forward(self.embedding.forward(tokens))
-        return self.combine.forward(torch.cat([embedded, self.state_norm.forward(states)], dim=-1))
+    def _enter(self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None = None) -> torch.Tensor:
+        both, _ = embed_with_states(self.embedding, tokens, states, (self.token_norm, self.state_norm), pick)
+        return linear_of_few(both, self.combine.packed)
 
     def store(self, tokens: torch.Tensor, states: torch.Tensor) -> None:
         """The lines of the layer that lie before its attention."""
@@ -88,17 +92,23 @@ class MtpModule(Layer):
                 return
             x = line.run(x)
 
-    def forward(self, tokens: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None = None) -> torch.Tensor:
         """What a next entry knows, and the head's logits follow from: normed."""
-        return self.norm.forward(self.layer.forward(self._enter(tokens, states)))
+        return self._decoder.forward(self._enter(tokens, states, pick), current_context().positions)
+
+    @functools.cached_property
+    def _decoder(self) -> Decoder:
+        """The layer and the norm, run as the target's."""
+        return Decoder([self.layer], self.norm)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """By the target's head."""
         return self.head.forward(states)
 
-    def token_ids(self, places: torch.Tensor) -> torch.Tensor:
+    @property
+    def target_ids(self) -> torch.Tensor | None:
         """The target's own."""
-        return places
+        return None
 
 
 def _weight_map(draft: DraftArch, alone: CausalLM, number: int) -> WeightMap:

@@ -19,14 +19,20 @@ from octavo.ops.sampling import draw
 
 
 def runs_fused(
-    x: Tensor, weight: LinearWeight, bias: Tensor | None = None, activation: str | None = None, *, normed: bool = False
+    x: Tensor,
+    weight: LinearWeight,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    normed: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> bool:
     """Whether the product of x [T, K] by this weight runs in one kernel with the norm before it, or what is behind."""
     if not x.is_cuda:
         return False
     from octavo.ops.gemm import skinny_gemm  # needs triton
 
-    return skinny_gemm.serves(x, weight.storage, bias, activation, normed=normed)
+    return skinny_gemm.serves(x, weight.storage, bias, activation, normed=normed, out_dtype=out_dtype)
 
 
 def gated_linear(x: Tensor, weight: LinearWeight, activation: str) -> Tensor:
@@ -60,18 +66,36 @@ def fused_linear_sampling(
     return draw(linear(x, weight, out_dtype=torch.float32), rows, temperatures, seeds, positions)
 
 
-def normed_linear(
-    x: Tensor, norm: Tensor, eps: float, weight: LinearWeight, bias: Tensor | None = None, activation: str | None = None
-) -> Tensor:
-    """`linear` of the `rms_norm` of x [T, K] with norm [K], and its `gated_activation` if one is named."""
-    if runs_fused(x, weight, bias, activation, normed=True):
+def linear_of_few(x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> Tensor:
+    """`linear` of x [T, K], by the kernel of a row, or a few, where there is one."""
+    if runs_fused(x, weight, bias):
         from octavo.ops.gemm import skinny_gemm  # needs triton
 
-        return skinny_gemm.normed_linear(x, norm, eps, weight.storage, bias, activation)
+        return skinny_gemm.linear(x, weight.storage, bias)
+    return linear(x, weight, bias)
+
+
+def normed_linear(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    weight: LinearWeight,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`linear` of the `rms_norm` of x [T, K] with norm [K], and its `gated_activation` if one is named.
+
+    out_dtype: as `linear`'s, where no activation is named.
+    """
+    if runs_fused(x, weight, bias, activation, normed=True, out_dtype=out_dtype):
+        from octavo.ops.gemm import skinny_gemm  # needs triton
+
+        return skinny_gemm.normed_linear(x, norm, eps, weight.storage, bias, activation, out_dtype)
     normed = rms_norm(x, norm, eps)
     if activation is not None and bias is None:
         return gated_linear(normed, weight, activation)
-    y = linear(normed, weight, bias)
+    y = linear(normed, weight, bias, out_dtype)
     return y if activation is None else gated_activation(y, activation)
 
 

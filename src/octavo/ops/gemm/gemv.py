@@ -239,14 +239,17 @@ class Tile:
 
 
 @functools.cache
-def tile_for(n: int, k: int, normed: bool, gated: bool, processors: int) -> Tile | None:
-    """The best of a sweep on an H200, in chains of such products; None: not served."""
+def tile_for(n: int, k: int, normed: bool, gated: bool, processors: int, streams: bool = False) -> Tile | None:
+    """The best of a sweep on an H200, in chains of such products; None: not served.
+
+    streams: weights come through a ring, also such as a program could hold.
+    """
     sides = 2 if gated else 1
     if k % _MULTIPLE:
         return None
     channels, warps = (32, 2) if normed and not gated else (16, 1)
     programs, left = divmod(n // sides, channels)
-    if not left and programs >= _MIN_PROGRAMS and 2 * k * channels * sides <= _MAX_BYTES:
+    if not (left or streams) and programs >= _MIN_PROGRAMS and 2 * k * channels * sides <= _MAX_BYTES:
         return Tile(channels, warps, programs, 0)
     channels, warps = (64, 4) if normed and not gated else (32, 2)
     programs, left = divmod(n // sides, channels)
@@ -260,15 +263,22 @@ def tile_for(n: int, k: int, normed: bool, gated: bool, processors: int) -> Tile
     return Tile(channels, warps, programs, min(num_bytes // (2 * part * channels * sides), k // part + 1), part)
 
 
-def serves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, *, normed: bool) -> bool:
-    """Whether x [1, K] by weight [N, K] runs here: bfloat16, without a bias, silu or no activation."""
+def serves(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, *, normed: bool, out_dtype: torch.dtype
+) -> bool:
+    """Whether x [1, K] by weight [N, K] runs here: bfloat16, without a bias, silu or no activation.
+
+    Results of another type are those of products that stream their weights, which have no activation.
+    """
     plain = x.shape[0] == 1 and x.dtype == weight.dtype == torch.bfloat16
     if not plain or bias is not None or activation not in (None, "silu") or not x.is_cuda:
         return False
     if not has_room(x.device, 2 * _MAX_BYTES):
         return False
-    processors = _device(x.device.index)["multiprocessor_count"]
-    if tile_for(*weight.shape, normed, activation is not None, processors) is None:
+    processors, streams = _device(x.device.index)["multiprocessor_count"], out_dtype != x.dtype
+    if streams and activation is not None:
+        return False
+    if tile_for(*weight.shape, normed, activation is not None, processors, streams) is None:
         return False
     return x.data_ptr() % 16 == weight.data_ptr() % 16 == 0  # copies to shared memory are 16 bytes wide
 
@@ -289,7 +299,8 @@ def product(
     """Into out [1, N]: the product of x, normed if there is a norm, through silu if gated, or plus the residual."""
     n, k = weight.shape
     padded = padded_length(k)
-    tile = tile_for(n, k, norm is not None, gated, _device(x.device.index)["multiprocessor_count"])
+    processors = _device(x.device.index)["multiprocessor_count"]
+    tile = tile_for(n, k, norm is not None, gated, processors, out.dtype != x.dtype)
     assert tile is not None, "the shape is served"
     kernel, more = (_streamed, {"STAGES": tile.stages}) if tile.stages else (_product, {"BK": 128})
     warps = tile.warps if tile.stages or norm is None else 4

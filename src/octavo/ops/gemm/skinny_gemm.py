@@ -93,10 +93,21 @@ def _product(
 
 
 def serves(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, *, normed: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    normed: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> bool:
-    """Whether x [M, K] by weight [N, K] runs here: few rows of 16 bits, of a shape that the tiles divide."""
-    return _serves_few(x.shape[0], x.dtype, weight) or held_gemm.serves(x, weight, bias, activation, normed=normed)
+    """Whether x [M, K] by weight [N, K] runs here: few rows of 16 bits, of a shape that the tiles divide.
+
+    out_dtype: of the product; None: x's.
+    """
+    if _serves_few(x.shape[0], x.dtype, weight):
+        return True
+    return out_dtype in (None, x.dtype) and held_gemm.serves(x, weight, bias, activation, normed=normed)
 
 
 def _serves_few(num_rows: int, dtype: torch.dtype, weight: Tensor) -> bool:
@@ -124,12 +135,25 @@ def _tile(n: int, k: int, normed: bool) -> matmul.Tile:
     return matmul.Tile(8, 16, 1024, 2, 2, swap=True, ahead=k // 1024)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """See `octavo.ops.gemm.fused.linear_of_few`."""
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    _launch(x, weight, out, bias=bias)
+    return out
+
+
 def normed_linear(
-    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, activation: str | None
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """See `octavo.ops.gemm.fused.normed_linear`."""
     n = weight.shape[0]
-    out = torch.empty((x.shape[0], n // 2 if activation else n), dtype=x.dtype, device=x.device)
+    out = torch.empty((x.shape[0], n // 2 if activation else n), dtype=out_dtype or x.dtype, device=x.device)
     _launch(x, weight, out, norm=norm, eps=eps, bias=bias, activation=activation)
     return out
 
@@ -154,11 +178,12 @@ def _launch(
 ) -> None:
     (num_rows, k), n = x.shape, weight.shape[0]
     assert weight.is_contiguous() and x.stride(1) == 1, "channels are contiguous"
-    if held_gemm.serves(x, weight, bias, activation, normed=norm is not None):
+    normed = norm is not None
+    if out.dtype == x.dtype and held_gemm.serves(x, weight, bias, activation, normed=normed):
         held_gemm.product(x, weight, out, norm=norm, eps=eps, residual=residual, activation=activation)
         return
     assert _serves_few(num_rows, x.dtype, weight), "rows and shape fit the kernel"
-    if gemv.serves(x, weight, bias, activation, normed=norm is not None):
+    if gemv.serves(x, weight, bias, activation, normed=normed, out_dtype=out.dtype):
         gated = activation is not None
         gemv.product(x, weight, out, norm=norm, eps=eps, residual=residual, gated=gated)
         return

@@ -73,3 +73,20 @@ class StepInputs:
     # both on the host, in memory that the device can write; K drafts of a row at most
     results: torch.Tensor  # [2, >= R, 1 + K] int64, token | failed << 32: by sample, or with drafts by entry
     counts: torch.Tensor  # [2, >= R] int64, with drafts: how many of an entry's tokens count
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassTensors:
+    """What a step's passes are laid out into, with room for the most rows and tokens. All stay where they are.
+
+    Pass 0 is over each row's last token that counts, whose entry is stored already: it has no slots. Pass p is over the
+    token behind it, p places on.
+    """
+
+    last: torch.Tensor  # [rows] int64: which of the step's tokens the last one is that counts
+    tokens: torch.Tensor  # [rows] int64: the last known token of each row
+    behind: torch.Tensor  # [tokens] int64: the token behind each of the step's
+    positions: torch.Tensor  # [passes, rows] int64
+    next_positions: torch.Tensor  # [passes, rows] int64, each position + 1
+    seq_lens: torch.Tensor  # [passes, rows] int32, the same
+    slots: torch.Tensor  # [groups, passes, rows] int64

@@ -1,0 +1,141 @@
+"""What a drafter's passes launch on a GPU, against the operators one by one: interpreted, and from tests/gpu there."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_rig import BF16, F32, assert_close, assert_equal, heavy
+from octavo.bench import oracle, oracle_gpu
+from octavo.ops.embedding import beside, beside_gpu
+from octavo.ops.inputs.tensors import RowTensors
+from octavo.ops.norm import kept_sum_gpu
+from octavo.ops.sampling import drafts, drafts_gpu
+
+
+def check_beside(device: str, dtype: torch.dtype, size: int = 96) -> None:
+    """Tokens and states, normed or not, all of them or picked; the states as they were or normed."""
+    generator = torch.Generator().manual_seed(5)
+    table = heavy(40, size, dtype, device).contiguous()
+    states, ids = heavy(7, size, dtype, device, 1), torch.randint(0, 40, (7,), generator=generator).to(device)
+    norms = tuple((1 + torch.rand(size, generator=generator)).to(device) for _ in range(2))
+    pick = torch.tensor([6, 0, 3]).to(device)
+    for own in (norms, None):
+        for at, scale, normed in ((None, 1.0, True), (pick, 1.0, False), (pick, 33.5, True)):
+            given = ids, table, scale, states, own, 1e-6, at
+            both, by_itself = beside_gpu.embed_beside(*given, normed=normed)
+            expected, expected_states = beside.embed_beside_composed(*given, normed=normed)
+            for ours, theirs in ((both, expected), (by_itself, expected_states)):
+                if device == "cuda":  # the separate operators are kernels too
+                    assert torch.equal(ours, theirs), (scale, normed)
+                else:
+                    assert_close(ours, theirs, 2)
+
+
+def check_kept_sum(device: str, dtype: torch.dtype, size: int = 1100) -> None:
+    x, residual = heavy(3, size, dtype, device), heavy(3, size, dtype, device, 1)
+    kept = torch.full((3, 2 * size), 7.0, dtype=dtype, device=device)
+    for before in (residual, None):
+        kept_sum_gpu.keep_sum(x, before, kept[:, size:])
+        assert_equal(kept[:, size:], x if before is None else (x.float() + before.float()).to(dtype))
+        assert (kept[:, :size] == 7).all()
+
+
+class Rows:
+    """Known tokens of nine rows and a null row; entries that sampled and such as did not, one without room."""
+
+    def __init__(self, device: str, width: int = 40) -> None:
+        generator = torch.Generator().manual_seed(width)
+        totals = torch.tensor([5, width, width - 1, 9, 20, 3, 4, 8, 2, 0], dtype=torch.int32)
+        token_ids = torch.randint(0, 90, (10, width), generator=generator, dtype=torch.int32)
+        self.table = RowTensors(token_ids.to(device), totals.to(device), totals.to(device))
+        self.rows = torch.tensor([7, 1, 2, 3, 0, 5, 4, 9]).to(device)
+        sample_of = torch.tensor([0, 1, 2, -1, 3, 4, 5, 6], dtype=torch.int32)
+        lengths = torch.tensor([8, 9, 9, 9, 9, 3, 20, 0], dtype=torch.int32)
+        self.live = sample_of.to(device), lengths.to(device)
+        self.temperatures = (torch.arange(10) % 3 / 2).to(device)
+        self.seeds = torch.randint(-(2**62), 2**62, (10,), generator=generator).to(device)
+
+
+def check_drafts(device: str, num_places: int) -> None:
+    """By the target's ids, in any order, and by places; ties, nothing but -inf and NaN among the logits."""
+    generator = torch.Generator().manual_seed(num_places)
+    logits = 3 * torch.randn(8, num_places, generator=generator)
+    logits[4], logits[5], logits[6, 1::2], logits[0, num_places // 2] = 0.0, -torch.inf, -torch.inf, torch.nan
+    vocab_size = 3 * num_places
+    for ids in (None, torch.randperm(vocab_size, generator=generator)[:num_places]):
+        for noise in (0.8, 0.0, 1.0):
+            expected, ours = Rows("cpu"), Rows(device)
+            for place in range(2):
+                found, theirs = (
+                    draw(
+                        logits.to(own.rows.device),
+                        *((None if ids is None else ids.to(own.rows.device), *rest)),
+                        own.rows,
+                        own.live,
+                        own.table,
+                        place,
+                        own.temperatures,
+                        own.seeds,
+                        noise,
+                    )
+                    for own, draw, rest in (
+                        (ours, drafts_gpu.draw_drafts, ()),
+                        (expected, drafts.draw_drafts_composed, (vocab_size,)),
+                    )
+                )
+                assert torch.equal(found.cpu(), theirs), (num_places, noise, place)
+            assert torch.equal(ours.table.token_ids[:-1].cpu(), expected.table.token_ids[:-1])
+
+
+def check_oracle(device: str) -> None:
+    """The drafts of rows whose answers are known, as plain torch has them."""
+    expected, ours = Rows("cpu"), Rows(device)
+    answers = torch.randint(0, 90, (37, 48), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    for number, row in enumerate((7, 0, 4)):
+        answers[30 + number, :16] = expected.table.token_ids[row, :16]
+    bar = int(0.6 * oracle._PARTS)
+    places = torch.arange(4)
+    for own in (expected,):
+        tokens = oracle.drafts_of(own.table, own.rows, answers, places, bar, 90)
+        total = own.table.total_len.index_select(0, own.rows)
+        for entry, row in enumerate(own.rows.tolist()):
+            if own.live[0][entry] >= 0 and own.live[1][entry] > 0:
+                end = min(int(total[entry]) + 4, own.table.token_ids.shape[1])
+                own.table.token_ids[row, total[entry] : end] = tokens[entry, : end - int(total[entry])]
+    oracle_gpu.foretell(
+        ours.table,
+        ours.rows,
+        ours.live,
+        answers.to(device),
+        num_drafts=4,
+        known_by=16,
+        bar=bar,
+        parts=oracle._PARTS,
+        vocab_size=90,
+    )
+    assert torch.equal(ours.table.token_ids.cpu(), expected.table.token_ids)
+
+
+def interpreted_beside() -> None:
+    check_beside("cpu", F32)
+    check_beside("cpu", BF16)
+
+
+def interpreted_kept_sum() -> None:
+    check_kept_sum("cpu", F32)
+    check_kept_sum("cpu", BF16)
+
+
+def interpreted_drafts() -> None:
+    drafts_gpu._PROGRAMS = 24  # few enough that a program passes several tiles, and rows are still split
+    check_drafts("cpu", 7)
+    check_drafts("cpu", 1800)
+    drafts_gpu._PROGRAMS = 8  # rows are whole
+    check_drafts("cpu", 700)
+
+
+def interpreted_oracle() -> None:
+    check_oracle("cpu")
+
+
+INTERPRETED = {name: check for name, check in list(globals().items()) if name.startswith("interpreted_")}
