@@ -100,7 +100,7 @@ def test_O_1_blocks_cross_the_bus_whole(way: str, pages: int, monkeypatch: pytes
     if way == "pieces" and not can_copy_pieces(torch.device("cuda")):
         pytest.skip("the driver takes no copies in batches")
     monkeypatch.setattr(cache_bytes, "_LEAST_PIECE", 1 if way == "pieces" else 1 << 40)
-    monkeypatch.setattr(cache_bytes, "_MAX_PIECES", 128)
+    monkeypatch.setattr(cache_bytes, "_MAX_AHEAD", 300)
     data = torch.randint(256, (pages, 300, 4096), dtype=torch.uint8, device="cuda")
     monkeypatch.setattr(cache_bytes, "_STAGING_BYTES", 32 * pages * 4096)
     cache, before = CacheBytes(data, 1 << 30), data.clone()

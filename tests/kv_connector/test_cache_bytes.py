@@ -147,10 +147,19 @@ def test_O_1_what_crosses_the_bus_in_pieces_or_gathered_is_each_block(layout, le
     lanes[0].run([], [], to_cache=False)
 
 
-def test_copies_begin_with_few_and_do_not_run_far_ahead_of_the_bus() -> None:
-    parts = [(part.start, part.stop) for part in parts_of(10_000)]
-    assert parts == [(0, 64), (64, 320), (320, 1344), (1344, 5440), (5440, 9536), (9536, 10_000)]
-    assert list(parts_of(0)) == [] and [part.stop for part in parts_of(64)] == [64]
+def test_copies_begin_with_few_and_do_not_run_far_ahead_of_the_bus(bus, monkeypatch) -> None:
+    parts = [(part.start, part.stop) for part in parts_of(700)]
+    assert parts == [(0, 2), (2, 10), (10, 42), (42, 170), (170, 426), (426, 682), (682, 700)]
+    assert list(parts_of(0)) == [] and [part.stop for part in parts_of(2)] == [2]
+    monkeypatch.setattr(cache_bytes, "_LEAST_PIECE", 1)
+    monkeypatch.setattr(cache_bytes, "_MAX_AHEAD", 6)
+    pool = make_pool("LBNHC", 1)
+    cache, waits, wait = CacheBytes(pool.data, 1 << 30), list[int](), bus.synchronize
+    monkeypatch.setattr(bus, "synchronize", lambda: waits.append(len(bus.sizes)) or wait())
+    memory = cache.host_memory(8, cache.block_bytes)
+    cache_bytes._Lane(cache).run(range(8), list(memory), to_cache=False)
+    assert bus.sizes == [2, 8, 14] and waits == [2, 3], "ahead of the third call, and at the end"
+    assert torch.equal(memory, cache.gather(range(8)))
 
 
 def test_a_cpu_has_no_bus() -> None:

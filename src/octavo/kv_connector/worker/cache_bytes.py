@@ -18,7 +18,8 @@ from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescripti
 from octavo.ops.copying import can_copy_pieces, copy_pieces, to_device
 
 _LEAST_PIECE = 128 << 10  # bytes: smaller ones take a copy engine longer than the bus
-_FIRST_PIECES, _MAX_PIECES = 64, 4096  # that one call orders: the first of a transfer, and any
+_FIRST_PIECES, _MAX_PIECES = 64, 256  # that one call orders, in which no step can launch: the first of a transfer, any
+_MAX_AHEAD = 4096  # pieces that are ordered and have not arrived
 _STAGING_BYTES = 64 << 20  # of a direction: what is gathered on a GPU before it goes over the bus
 
 
@@ -132,9 +133,12 @@ class _Lane:
 
     def _order_pieces(self, blocks: Sequence[int], rows: Sequence[torch.Tensor], *, to_cache: bool) -> None:
         own, other = self._pieces.of(blocks, rows)
+        num_ahead = 0
         for part in parts_of(len(own)):
-            if part.start >= _MAX_PIECES:  # what is ordered and not begun takes room that steps need for launches
+            if num_ahead >= _MAX_AHEAD:  # they take room that steps need for their launches
                 self._stream.synchronize()
+                num_ahead = 0
+            num_ahead += part.stop - part.start
             targets, sources = (own[part], other[part]) if to_cache else (other[part], own[part])
             copy_pieces(targets, sources, self._pieces.num_bytes, self._stream.cuda_stream)
 
