@@ -7,6 +7,7 @@
     python bench/kernel.py flex [--rounds 15] [--quick]
     python bench/kernel.py elementwise [--rounds 15] [--quick]
     python bench/kernel.py sampling [--rounds 15] [--quick]
+    python bench/kernel.py experts [--rounds 15] [--quick] [--sweep 64]
 
 cpu-matmul: `octavo.ops.gemm.linear` of float32 rows with float32, bfloat16 and int8 weights, and of bfloat16 rows with
 bfloat16 weights in pairs (emulated where the processor multiplies none; their limit is its own). Few rows count the
@@ -28,6 +29,8 @@ flex: the FlexAttention backend on a CUDA device, see `cuda_flex.py`.
 elementwise: norms, rotation with store, activation and embedding on a CUDA device, see `cuda_elementwise.py`.
 
 sampling: drawing, its cuts and log-probabilities on a CUDA device, see `cuda_sampling.py`.
+
+experts: a layer of experts on a CUDA device, see `cuda_experts.py`.
 """
 
 from __future__ import annotations
@@ -64,6 +67,7 @@ CUDA = {
     "elementwise": ("norms, rotation, activation and embedding", 15, "three row counts"),
     "sampling": ("drawing, its cuts and log-probabilities", 15, "three row counts"),
     "matmul": ("dense products", 9, "three row counts"),
+    "experts": ("a layer of experts", 15, "three row counts"),
 }
 # Bytes that the rotating copies of a weight take together: more than the last-level cache's share of these cores.
 ROTATION_BYTES = 160 << 20
@@ -226,7 +230,7 @@ def cpu_attention(args: argparse.Namespace) -> dict[str, object]:
 def cuda(args: argparse.Namespace) -> dict[str, object]:
     """Run the sub-command's module, cuda_*.py beside this file; prints its tables and returns the JSON record."""
     bench = importlib.import_module(f"cuda_{args.command}")  # most need triton
-    more = {"flashinfer": args.flashinfer} if args.command == "attention" else {}
+    more = {name: getattr(args, name) for name in ("flashinfer", "sweep") if hasattr(args, name)}
     return bench.run(args.rounds, args.quick, **more)
 
 
@@ -248,6 +252,8 @@ def main() -> None:
         command.add_argument("--quick", action="store_true", help=f"{quick} only")
         if name == "attention":
             command.add_argument("--flashinfer", action="store_true", help="FlashInfer beside; compiles for minutes")
+        if name == "experts":
+            command.add_argument("--sweep", type=int, default=0, metavar="TOKENS", help="try tiles for such steps")
         command.set_defaults(function=cuda)
     args = parser.parse_args()
     if not args.command.startswith("cpu-"):
