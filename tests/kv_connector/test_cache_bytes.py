@@ -162,5 +162,24 @@ def test_copies_begin_with_few_and_do_not_run_far_ahead_of_the_bus(bus, monkeypa
     assert torch.equal(memory, cache.gather(range(8)))
 
 
+@torch.inference_mode()
+def test_an_order_that_fails_leaves_no_copy_on_its_way(bus, monkeypatch) -> None:
+    """Its blocks are given to others as soon as it is reported."""
+    monkeypatch.setattr(cache_bytes, "_LEAST_PIECE", 1)
+    pool, order = make_pool("LBNHC", 1), bus.order
+
+    def fails(*args: object) -> None:
+        if bus.sizes:
+            raise RuntimeError("the driver failed")
+        order(*args)
+
+    monkeypatch.setattr(cache_bytes, "copy_pieces", fails)
+    cache = CacheBytes(pool.data, 1 << 30)
+    rows = list(cache.host_memory(4, cache.block_bytes))
+    with pytest.raises(RuntimeError, match="the driver failed"):
+        cache_bytes._Lane(cache).run([1, 2, 3, 4], rows, to_cache=True)
+    assert bus.sizes == [2] and not bus._ordered
+
+
 def test_a_cpu_has_no_bus() -> None:
     assert not copying.can_copy_pieces(torch.device("cpu"))

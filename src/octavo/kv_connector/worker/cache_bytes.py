@@ -126,7 +126,11 @@ class _Lane:
         done = torch.cuda.Event(blocking=True)
         with self._lock, torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             order = self._order_pieces if self._is_direct else self._order_staged
-            order(blocks, rows, to_cache=to_cache)
+            try:
+                order(blocks, rows, to_cache=to_cache)
+            except BaseException:  # the blocks of an order that failed are somebody else's at once
+                self._stream.synchronize()
+                raise
             done.record(self._stream)
         # once: a thread that waits gives up the interpreter, and steps take it back when they like
         done.synchronize()
