@@ -121,7 +121,7 @@ class NullRunner(Runner):
         buffers = InputBuffers(requests, tables, limits, device=CPU, queue=queue)
         graphs = _Graphs(limits.max_num_rows, limits.max_num_tokens, limits.max_num_drafts)
         drafter = _Drafter(requests.tensors, limits.max_num_drafts)
-        super().__init__(model, state, pool, requests, tables, buffers, sampler, graphs, drafter=drafter)
+        super().__init__(model, state, pool, requests, tables, buffers, sampler, graphs, writes=queue, drafter=drafter)
         self._hidden = torch.zeros(limits.max_num_tokens, _VOCAB_SIZE)
         buffers.results.copy_(tokens[:, None])
         buffers.counts.fill_(1 + limits.max_num_drafts // 2)

@@ -12,6 +12,7 @@ import torch
 import octavo.attention as A
 from octavo import LLM
 from octavo.device.field_tables import FieldTables
+from octavo.device.staging import HostQueue
 from octavo.plan import StepLimits
 from octavo.request.fields import FieldSpec, salt_with_fields
 from octavo.request.sampling_params import Limits, SamplingParams, check
@@ -88,10 +89,11 @@ def test_all_forms_of_the_same_values_are_one() -> None:
     salts = {salt_with_fields("", [IDS], {"document_ids": form}) for form in forms}
     assert len(salts) == 1 and "" not in salts
     limits = StepLimits(max_num_rows=len(forms), max_num_tokens=7, max_model_len=7)
-    tables = FieldTables([IDS], limits, device=torch.device("cpu"))
+    queue = HostQueue()
+    tables = FieldTables([IDS], limits, device=torch.device("cpu"), queue=queue)
     for row, form in enumerate(forms):
         tables.add(row, {"document_ids": form})
-    tables.apply()
+    queue.apply()
     assert tables.data["document_ids"][: len(forms)].tolist() == [[0, 0, 0, 1, 1, 2, 2]] * len(forms)
     for empty in ([], {"lengths": []}, None):
         assert IDS.read({"document_ids": empty}).expand(3).tolist() == [0, 0, 0]

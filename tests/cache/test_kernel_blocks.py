@@ -22,6 +22,7 @@ from octavo.cache.kernel_blocks import (
 from octavo.cache.layout import LAYOUTS, extract_blocks
 from octavo.cache.pool import KVCachePool
 from octavo.device.block_table import BlockTables
+from octavo.device.staging import HostQueue
 from octavo.ops.inputs import gather_inputs
 from octavo.ops.inputs.tensors import GroupTables, RowTensors, StepInputs
 from octavo.plan import StepLimits
@@ -50,14 +51,17 @@ def make_pool(
     return pool
 
 
+QUEUE = HostQueue()
+
+
 def make_tables(*maps: BlockMap, max_model_len: int = 1024, rows: int = 4) -> BlockTables:
     groups = [dataclasses.replace(FULL, block_size=m.kernel_block_size * m.ratio) for m in maps]
     limits = StepLimits(max_num_rows=rows, max_num_tokens=max_model_len, max_model_len=max_model_len)
-    return BlockTables(groups, limits, device=CPU, block_maps=maps)
+    return BlockTables(groups, limits, device=CPU, block_maps=maps, queue=QUEUE)
 
 
 def ids(tables: BlockTables, group: int, row: int, count: int) -> list[int]:
-    tables.apply()
+    QUEUE.apply()
     return tables.tables[group].data[row, :count].tolist()
 
 
@@ -85,7 +89,7 @@ def test_B2_2_INV_1_slots_do_not_change_when_blocks_are_split(seed: int) -> None
     for row in range(4):
         blocks = [rng.randrange(1, 10**6) for _ in range(8)]
         tables.append(row, [blocks, blocks])
-    tables.apply()
+    QUEUE.apply()
     length = 8 * ratio * kernel
     ends = np.cumsum([0] + [rng.randrange(1, length + 1) for _ in range(4)])
     num_tokens = int(ends[-1])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.device.staging import PinnedRing, StagedTensor, WriteQueue
+from octavo.device.staging import HostQueue, PinnedRing, StagedTensor, WriteQueue
 from octavo.ops.inputs import commit_drafts_eager, commit_tokens_eager, gather_inputs_eager
 from octavo.ops.inputs import draft_passes_gpu as gpu_passes
 from octavo.ops.inputs import gpu as gpu_inputs
@@ -260,9 +260,11 @@ def check_write_queue(device: str) -> None:
     rng = np.random.default_rng(7)
     where, cpu = torch.device(device), torch.device("cpu")
     queue = WriteQueue(_Ring() if where == cpu else None)
+    eager = HostQueue()
     kinds = [(40, torch.int32), (300, torch.int64), (0, torch.float32), (0, torch.int64)]
     twins = [
-        (StagedTensor(9, width, dtype, where, queue), StagedTensor(9, width, dtype, cpu)) for width, dtype in kinds
+        (StagedTensor(9, width, dtype, where, queue), StagedTensor(9, width, dtype, cpu, eager))
+        for width, dtype in kinds
     ]
 
     def stage() -> None:
@@ -287,9 +289,8 @@ def check_write_queue(device: str) -> None:
     for num_writes in (0, 1, 1, 1, 1, 2, 3, 30, 0, 1):
         for _ in range(num_writes):
             stage()
-        for pair in twins:
-            for tensor in pair:
-                tensor.apply()
+        queue.apply()
+        eager.apply()
         for ours, expected in twins:
             assert torch.equal(ours.data.cpu(), expected.data)
 

@@ -13,6 +13,7 @@ import torch
 from octavo.device.batch import BatchOrder, StepShape
 from octavo.device.graphs import ANY_LENGTH, EAGER, GraphKey, GraphPool, decode_keys, mixed_keys
 from octavo.device.request_table import RequestTable
+from octavo.device.staging import HostQueue
 from octavo.layers.decoder import num_unlike
 from octavo.plan import NewRow, StepLimits, StepPlan
 from octavo.request.sampling_params import SamplingParams
@@ -119,7 +120,9 @@ def test_what_is_no_decode_step_takes_no_decode_graph() -> None:
 
 
 def test_a_step_is_a_decode_step_if_every_row_computes_what_it_sampled() -> None:
-    requests = RequestTable(StepLimits(max_num_rows=4, max_num_tokens=32, max_model_len=32), device=torch.device("cpu"))
+    requests = RequestTable(
+        StepLimits(max_num_rows=4, max_num_tokens=32, max_model_len=32), device=torch.device("cpu"), queue=HostQueue()
+    )
     for row, known in enumerate((5, 1)):
         requests.add(
             NewRow(
@@ -150,7 +153,7 @@ def test_rows_that_decode_again_are_laid_out_as_from_the_start() -> None:
     """Steps of changing rows, some of which start anew: what is remembered of the last step changes nothing."""
     rng = np.random.default_rng(5)
     limits = StepLimits(max_num_rows=6, max_num_tokens=99, max_model_len=99)
-    tables = [RequestTable(limits, device=torch.device("cpu")) for _ in range(2)]
+    tables = [RequestTable(limits, device=torch.device("cpu"), queue=HostQueue()) for _ in range(2)]
     lay_out, num_kept = BatchOrder(tables[0]), 0
     last = work([1])
     for number in range(200):
@@ -187,7 +190,7 @@ def test_rows_that_verify_again_are_laid_out_as_from_the_start() -> None:
     """Steps of the same arrays and of others, some of whose rows are at the end of their prompts once more."""
     rng = np.random.default_rng(7)
     limits = StepLimits(max_num_rows=4, max_num_tokens=99, max_model_len=999, max_num_drafts=3)
-    tables = [RequestTable(limits, device=torch.device("cpu")) for _ in range(2)]
+    tables = [RequestTable(limits, device=torch.device("cpu"), queue=HostQueue()) for _ in range(2)]
     for table in tables:
         table.prefill_len_np[:] = [5, 20, 9, 3]
     lay_out, num_kept, last = BatchOrder(tables[0]), 0, work([1])

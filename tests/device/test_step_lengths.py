@@ -14,6 +14,7 @@ from octavo import LLM, SamplingParams
 from octavo.device.batch import Batch, BatchOrder, StepShape
 from octavo.device.graphs import GraphPool, decode_keys
 from octavo.device.request_table import RequestTable
+from octavo.device.staging import HostQueue
 from octavo.model_state.default import DefaultModelState
 from octavo.plan import NewRow, StepLimits, StepPlan
 from octavo.worker.runner import Runner
@@ -24,7 +25,9 @@ MAX_LEN = 64
 def make_layout(lengths: Sequence[int]) -> BatchOrder:
     """Rows of which all tokens but the last are computed."""
     requests = RequestTable(
-        StepLimits(max_num_rows=8, max_num_tokens=64, max_model_len=MAX_LEN), device=torch.device("cpu")
+        StepLimits(max_num_rows=8, max_num_tokens=64, max_model_len=MAX_LEN),
+        device=torch.device("cpu"),
+        queue=HostQueue(),
     )
     for row, length in enumerate(lengths):
         requests.add(

@@ -115,7 +115,7 @@ def test_staged_writes_of_several_tensors_arrive_in_order() -> None:
             expected[at, turn % 4, 5:705] = torch.arange(turn, turn + 700)
             expected[at, turn % 4, 7] = -turn
             expected[at, 3, 999], expected[at, 0, 998] = turn, turn << 20
-        ints.apply()  # brings all of the queue
+        queue.apply()
     assert torch.equal(ints.data.cpu().long(), expected[0]) and torch.equal(longs.data.cpu(), expected[1])
     assert floats.data.tolist() == [4.5, 5.5, 2.5, 3.5] and seeds.data.tolist() == [n << 40 for n in (4, 5, 2, 3)]
 

@@ -72,6 +72,7 @@ def test_allowed_tokens_keep_their_bits(world: Any) -> None:
     world.add(0, **_regex("[abc]"))
     logits = _logits(1, 2)
     masked = logits.clone()
+    world.queue.apply()
     world.sampler.apply_staged()
     batch = _batch([0], [3])
     grammar = next(stage for stage in world.sampler._stages if type(stage).__name__ == "GrammarMask")

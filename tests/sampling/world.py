@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from octavo.device.staging import make_queue
 from octavo.plan import NewRow, StepLimits, TokenLogprobs
 from octavo.request.sampling_params import SamplingParams
 from octavo.sampling.rows import SampleBatch
@@ -29,12 +30,14 @@ class World:
         self.table = torch.full((max_num_rows, max_model_len), POISON, dtype=torch.int32, device=device)
         self.prompt_lens = torch.zeros(max_num_rows, dtype=torch.int32, device=device)
         options.setdefault("mask_patience", math.inf)  # no row is held unless a test wants it
+        self.queue = make_queue(self.device)
         self.sampler = Sampler(
             StepLimits(max_num_rows=max_num_rows - 1, max_num_tokens=max_num_rows, max_model_len=max_model_len),
             vocab_size=vocab_size,
             device=self.device,
             tokens=self.table,
             prompt_lens=self.prompt_lens,
+            queue=self.queue,
             **options,
         )
         self.requests: dict[int, NewRow] = {}
@@ -95,6 +98,7 @@ class World:
         self, rows: Sequence[int], logits: torch.Tensor, positions: Sequence[int] | None = None
     ) -> SamplerOutput:
         """One step, of `batch`."""
+        self.queue.apply()
         self.sampler.apply_staged()
         return self.sampler(logits.to(self.device, copy=True), self.batch(rows, positions))
 

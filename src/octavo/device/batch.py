@@ -16,7 +16,7 @@ import torch
 
 from octavo.device.block_table import BlockTables
 from octavo.device.request_table import RequestTable
-from octavo.device.staging import StagedTensor, WriteQueue
+from octavo.device.staging import Queue, StagedTensor
 from octavo.ops.inputs import gather_inputs
 from octavo.ops.inputs.tensors import GroupTables, LogitTokens, StepInputs
 from octavo.plan import NO_INTS, IntArray, StepLimits, StepPlan
@@ -248,7 +248,7 @@ class InputBuffers:
         limits: StepLimits,
         *,
         device: torch.device,
-        queue: WriteQueue | None = None,
+        queue: Queue,
     ) -> None:
         """Sized by the limits of a step and by the widths of the block tables. `queue`: see StagedTensor."""
         self._requests, self.limits = requests, limits
@@ -278,20 +278,10 @@ class InputBuffers:
         # LogitTokens.tokens [L], padding: the last of all; and query_start of these alone
         self.logit_tokens = StagedTensor(1, max_num_rows * width, torch.int64, device, queue)
         self.logit_start = StagedTensor(1, max_num_rows + 1, torch.int32, device, queue)
-        self._staged: tuple[StagedTensor, ...] = (
-            self.rows,
-            self.query_start,
-            self.sample_of,
-            self.sampling,
-            self.logit_tokens,
-            self.logit_start,
-        )
         # of steps with drafts alone
         self.num_drafts = StagedTensor(1, max_num_rows, torch.int32, device, queue)  # [R]
         self._logit_rows = StagedTensor(1, max_num_rows * width, torch.int64, device, queue)  # [L]
         self._logit_positions = torch.zeros(max_num_rows * width, dtype=torch.int64, device=device)
-        if max_num_drafts:
-            self._staged += self.num_drafts, self._logit_rows
         self._viewed: tuple[tuple[int, ...], dict[str, Any]] = (), {}  # sizes of the last view, and its tensors
         self._decode_rows = NO_INTS  # what the staged tensors hold, if a decode step is all they hold
         self._decode_width = 0
@@ -368,11 +358,6 @@ class InputBuffers:
         self.logit_start.stage(0, 0, logit_start)
         self.num_drafts.stage(0, 0, num_drafts)
         self._logit_rows.stage(0, 0, logit_rows)
-
-    def apply(self) -> None:
-        """Bring the staged rows to the device."""
-        for tensor in self._staged:
-            tensor.apply()
 
     def gather(self, batch: Batch) -> None:
         """Fill the tensors of `batch`, a view of these buffers, from the rows. A graph may capture it."""

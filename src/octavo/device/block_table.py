@@ -14,7 +14,7 @@ import torch
 
 from octavo.cache.groups import CacheGroup
 from octavo.cache.kernel_blocks import BlockMap
-from octavo.device.staging import StagedTensor, WriteQueue
+from octavo.device.staging import Queue, StagedTensor
 from octavo.plan import NewBlocks, StepLimits
 
 
@@ -32,7 +32,7 @@ class BlockTables:
         device: torch.device,
         block_maps: Sequence[BlockMap] = (),
         sources: Sequence[int] = (),
-        queue: WriteQueue | None = None,
+        queue: Queue,
     ) -> None:
         """Sized for `max_model_len` tokens per row.
 
@@ -101,8 +101,3 @@ class BlockTables:
             raise RuntimeError(
                 f"Block table write for row {row}, group {self._sources[index]} exceeds row capacity ({end} > {width})"
             )
-
-    def apply(self) -> None:
-        """Bring the staged ids to the device."""
-        for table in self.tables:
-            table.apply()

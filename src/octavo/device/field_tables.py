@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from octavo.device.staging import StagedTensor, WriteQueue
+from octavo.device.staging import Queue, StagedTensor
 from octavo.plan import StepLimits
 from octavo.request.fields import FieldSpec
 
@@ -28,7 +28,7 @@ class FieldTables:
         limits: StepLimits,
         *,
         device: torch.device,
-        queue: WriteQueue | None = None,
+        queue: Queue,
         known: Mapping[str, torch.Tensor] = NO_TABLES,
     ) -> None:
         """Zeros at first; one more row than `max_num_rows`, the null row. `queue`: see StagedTensor.
@@ -53,8 +53,3 @@ class FieldTables:
         for spec in self._specs:
             values = spec.read(extra_args).expand(self._max_model_len if spec.per_token else 1)
             self._tables[spec.name].stage(row, 0, values)
-
-    def apply(self) -> None:
-        """Bring the staged values to the device."""
-        for table in self._tables.values():
-            table.apply()

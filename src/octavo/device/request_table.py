@@ -13,7 +13,7 @@ import itertools
 import numpy as np
 import torch
 
-from octavo.device.staging import StagedTensor, WriteQueue
+from octavo.device.staging import Queue, StagedTensor
 from octavo.ops.copying import to_device
 from octavo.ops.inputs.tensors import RowTensors
 from octavo.plan import IntArray, NewRow, StepLimits
@@ -22,7 +22,7 @@ from octavo.plan import IntArray, NewRow, StepLimits
 class RequestTable:
     """Tables of [max_num_rows + 1] or [max_num_rows + 1, max_model_len]; the last row is the null row, always empty."""
 
-    def __init__(self, limits: StepLimits, *, device: torch.device, queue: WriteQueue | None = None) -> None:
+    def __init__(self, limits: StepLimits, *, device: torch.device, queue: Queue) -> None:
         """Every row is empty at first. `queue`: see StagedTensor."""
         max_num_rows, max_model_len = limits.max_num_rows, limits.max_model_len
         self.null_row = max_num_rows
@@ -54,8 +54,3 @@ class RequestTable:
         for lengths in (self.num_computed.data, self.total_len.data):
             lengths.index_add_(0, at, torch.full_like(at, -1, dtype=lengths.dtype))
         self.num_computed_upper[rows] -= 1
-
-    def apply(self) -> None:
-        """Bring the staged rows to the device."""
-        for table in (self.token_ids, self.prompt_len, self.total_len, self.num_computed):
-            table.apply()

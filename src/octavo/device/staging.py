@@ -1,9 +1,10 @@
 """StagedTensor and what carries its writes: device state that the host changes by differences.
 
 Owns tensors with fixed addresses, the writes that wait for them, and the pinned memory that writes pass through, where
-a kernel reads them. The host stages ragged writes at any time; `apply` brings them to the device at one line of the
-step. Does not know what the rows mean. Invariant: between two `apply` calls a tensor changes only through device work;
-later writes to the same element win; pinned memory is written again only after the device has read it.
+a kernel reads them. The host stages ragged writes at any time; a queue, which many tensors share, brings them to the
+device at one line of the step. Does not know what the rows mean. Invariant: between two `apply` calls of its queue a
+tensor changes only through device work; later writes to the same element win; pinned memory is written again only after
+the device has read it.
 """
 
 from __future__ import annotations
@@ -140,13 +141,44 @@ class WriteQueue:
         event.record()
 
 
+class HostQueue:
+    """Writes to tensors on the host, which are made where they lie."""
+
+    def __init__(self) -> None:
+        """Empty at first."""
+        self._waiting: list[StagedTensor] = []
+
+    def enter(self, tensor: StagedTensor) -> None:
+        """A tensor has its first write that waits."""
+        self._waiting.append(tensor)
+
+    def apply(self) -> None:
+        """Make the staged writes, of each tensor in the order in which they were staged."""
+        for tensor in self._waiting:
+            tensor.make_writes()
+        self._waiting.clear()
+
+
+Queue = HostQueue | WriteQueue
+
+
+def make_queue(device: torch.device) -> Queue:
+    """What carries writes to the tensors of a device."""
+    return WriteQueue() if device.type == "cuda" else HostQueue()
+
+
 class StagedTensor:
     """`data` is [num_rows, width], or [num_rows] where `width` is 0."""
 
     def __init__(
-        self, num_rows: int, width: int, dtype: torch.dtype, device: torch.device, queue: WriteQueue | None = None
+        self,
+        num_rows: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        queue: Queue,
     ) -> None:
-        """Zeroed at first. `queue`: on CUDA, shared with other tensors: applying one applies all (default: its own)."""
+        """Zeroed at first. `queue`: which brings what is staged, to this tensor and others."""
         self.data = torch.zeros((num_rows, width) if width else (num_rows,), dtype=dtype, device=device)
         self._flat = self.data.view(-1)
         self._width = width or 1
@@ -154,7 +186,8 @@ class StagedTensor:
         self._values: list[Sequence[int | float] | NDArray[np.generic]] = []
         self._dtype = np.dtype(_NUMPY[dtype])
         self._address = self.data.data_ptr()
-        self._queue = WriteQueue() if queue is None and device.type == "cuda" else queue
+        self._queue = queue if isinstance(queue, WriteQueue) else None
+        self._host = queue if isinstance(queue, HostQueue) else HostQueue()
 
     def stage(self, row: int, start: int, values: Sequence[int | float] | NDArray[np.generic]) -> None:
         """Stage `values` for columns start .. start + len(values) - 1 of `row`. Values may be kept, not copied."""
@@ -168,16 +201,14 @@ class StagedTensor:
             else:
                 self._queue.stage_run(address, np.ascontiguousarray(values, self._dtype).view(np.int32))
             return
-        self._places.append(at)
-        self._values.append(values)
+        self._keep(at, values)
 
     def stage_one(self, row: int, value: int | float) -> None:
         """Stage one value for `row`, of a tensor of width 0."""
         if self._queue is not None:
             self._queue.stage_value(self._address + row * self._dtype.itemsize, self._dtype, value)
         else:
-            self._places.append(row)
-            self._values.append((value,))
+            self._keep(row, (value,))
 
     def stage_lines(self, rows: IntArray, lengths: IntArray, values: Iterable[int]) -> None:
         """Stage the next lengths[i] of `values`, at least one, for row rows[i], from its first column on."""
@@ -199,14 +230,16 @@ class StagedTensor:
             self._queue.stage(addresses, size // 4, np.ascontiguousarray(values, self._dtype).view(np.int32))
             return
         places = rows.astype(np.int64) * self._width + columns
+        self._keep(places, values)
+
+    def _keep(self, places: int | NDArray[np.int64], values: Sequence[int | float] | NDArray[np.generic]) -> None:
+        if not self._places:
+            self._host.enter(self)
         self._places.append(places)
         self._values.append(values)
 
-    def apply(self) -> None:
-        """Bring the staged writes to the device, in the order in which they were staged."""
-        if self._queue is not None:
-            self._queue.apply()
-        elif self._places:
-            staged_write(self._flat, self._places, self._values)
-            self._places.clear()
-            self._values.clear()
+    def make_writes(self) -> None:
+        """Write what was staged for a tensor on the host: the queue's part."""
+        staged_write(self._flat, self._places, self._values)
+        self._places.clear()
+        self._values.clear()

@@ -71,7 +71,6 @@ class DefaultModelState:
 
     def prepare(self, batch: Batch, *, for_capture: bool = False) -> ForwardContext:
         """Prepare attention for the batch and say what the layers need."""
-        self._fields.apply()
         self._prepare_tables(batch, for_capture=for_capture)
         if self._keeps_states:
             self._step.prepare(_state_inputs(batch))

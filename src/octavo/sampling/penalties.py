@@ -12,7 +12,7 @@ import dataclasses
 
 import torch
 
-from octavo.device.staging import StagedTensor, WriteQueue
+from octavo.device.staging import Queue, StagedTensor
 from octavo.plan import NewRow
 from octavo.sampling.rows import RowSet, SampleBatch, Selection
 
@@ -43,7 +43,7 @@ class Penalties:
         device: torch.device,
         tokens: torch.Tensor,
         prompt_lens: torch.Tensor,
-        queue: WriteQueue | None = None,
+        queue: Queue,
     ) -> None:
         """`tokens` and `prompt_lens` are the request table's, see Sampler."""
         self._rows = RowSet(max_num_rows, device)
@@ -77,8 +77,7 @@ class Penalties:
             self._counts = self._counts.new_zeros((0, self._vocab_size))
 
     def apply_staged(self) -> None:
-        """Bring staged rows to the device."""
-        self._params.apply()
+        """Nothing more: the queue brings a row's parameters."""
 
     def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> None:
         """Change `logits` ([S, vocab_size] float32, contiguous) in place.

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from octavo.device.staging import StagedTensor, WriteQueue
+from octavo.device.staging import Queue, StagedTensor
 from octavo.grammar.compiler import NO_GRAMMARS, Grammars
 from octavo.ops.sampling import allow_bits_, cut_, draw, nan_rows, token_logprobs, top_logprobs
 from octavo.ops.sampling.truncation import FEW
@@ -75,7 +75,7 @@ class Sampler:
         logprobs_mode: str = "raw_logprobs",
         max_logprobs: int = 20,
         grammars: Grammars = NO_GRAMMARS,
-        queue: WriteQueue | None = None,
+        queue: Queue,
         mask_patience: float = PATIENCE,
     ) -> None:
         """`tokens` and `prompt_lens` are the request table's: they are read, never written.
@@ -137,10 +137,7 @@ class Sampler:
         self._supports.remove(row)
 
     def apply_staged(self) -> None:
-        """Bring what was staged to the device: once per step, before `__call__`."""
-        self._temperature.apply()
-        self._seed.apply()
-        self._truncation.apply_staged()
+        """Bring the lists of rows to the device: once per step, before `__call__`. The queue brings all else."""
         if len(self._changed):
             for stage in self._stages:
                 stage.apply_staged()

@@ -12,7 +12,7 @@ import dataclasses
 
 import torch
 
-from octavo.device.staging import StagedTensor, WriteQueue
+from octavo.device.staging import Queue, StagedTensor
 from octavo.ops.sampling.truncation import FEW, TruncationRows
 from octavo.plan import NewRow
 from octavo.sampling.rows import IntArray, RowSet
@@ -21,12 +21,10 @@ from octavo.sampling.rows import IntArray, RowSet
 class Truncation:
     """The cuts of rows: a division by the temperature, then min_p, top_k and top_p, in this order."""
 
-    def __init__(
-        self, max_num_rows: int, vocab_size: int, device: torch.device, queue: WriteQueue | None = None
-    ) -> None:
+    def __init__(self, max_num_rows: int, vocab_size: int, device: torch.device, queue: Queue) -> None:
         """No row asks at first."""
         self._vocab_size = vocab_size
-        self._divisors, self._top_p, self._min_p = self._floats = tuple(
+        self._divisors, self._top_p, self._min_p = (
             StagedTensor(max_num_rows, 0, torch.float32, device, queue) for _ in range(3)
         )
         self._top_k = StagedTensor(max_num_rows, 0, torch.int64, device, queue)
@@ -58,11 +56,6 @@ class Truncation:
         """The tables for rows of one way to be cut, and of the other."""
         few, many = (dataclasses.replace(self._cuts, few=few, many=not few) for few in (True, False))
         return few, many
-
-    def apply_staged(self) -> None:
-        """Bring staged rows to the device."""
-        for table in (*self._floats, self._top_k):
-            table.apply()
 
     def select(self, rows_np: IntArray) -> TruncationRows | None:
         """The tables of all rows' cuts; None if none of these table rows has any."""

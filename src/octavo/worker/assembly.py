@@ -26,7 +26,7 @@ from octavo.device.block_table import BlockTables
 from octavo.device.field_tables import FieldTables
 from octavo.device.graphs import ANY_LENGTH, GraphKey, GraphPool, decode_keys, mixed_keys, verify_keys
 from octavo.device.request_table import RequestTable
-from octavo.device.staging import WriteQueue
+from octavo.device.staging import make_queue
 from octavo.grammar.compiler import NO_GRAMMARS, Grammars
 from octavo.model_state.default import DefaultModelState
 from octavo.models.base import Model
@@ -64,7 +64,7 @@ def make_runner(
     block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
     _LOG.info("attention backend %s: %s", attention_names(resolved), resolved.why.get("attention_backend", "chosen"))
     _LOG.info("cache layout %s, blocks of %d, kernel blocks of %s", plan.layout, plan.block_size, block_sizes)
-    queue = WriteQueue() if device.type == "cuda" else None
+    queue = make_queue(device)
     requests = RequestTable(limits, device=device, queue=queue)
     tables = BlockTables(
         plan.groups,
@@ -101,7 +101,7 @@ def make_runner(
     batches = DraftBatches(tables, requests.tensors, own_tables, limits, prepare, sampler.tables)
     drafter = make_drafter(speculator, batches, model.arch.hidden_size, getattr(torch, resolved.dtype))
     parts = model, state, pool, requests, tables, buffers, sampler, graphs
-    return Runner(*parts, drafter=drafter, kept_experts=resolved.kept_experts)
+    return Runner(*parts, writes=queue, drafter=drafter, kept_experts=resolved.kept_experts)
 
 
 def _make_pool(resolved: Resolved, plan: CachePlan, device: torch.device, allocate: Allocate | None) -> KVCachePool:

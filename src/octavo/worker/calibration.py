@@ -21,6 +21,7 @@ from octavo.cache.pool import KVCachePool
 from octavo.cache.specs import distinct
 from octavo.config.engine_config import Resolved
 from octavo.device.field_tables import FieldTables
+from octavo.device.staging import make_queue
 from octavo.layers.attention import Attention
 from octavo.layers.latent_attention import LatentAttention
 from octavo.model_state.default import layer_contexts
@@ -93,14 +94,16 @@ def _calibration_cache(model: Model, resolved: Resolved, plan: CachePlan) -> dic
     positions = torch.arange(count, device=device)
     contexts: list[TableContext] = []
     written = []
+    queue = make_queue(device)
     fields = FieldTables(
         request_fields_of(model.layer_specs),
         StepLimits(max_num_rows=1, max_num_tokens=count, max_model_len=count),
         device=device,
+        queue=queue,
         known={PROMPT_LENGTH.spec.name: torch.full((2,), count, dtype=torch.int32, device=device)},
     )
     fields.add(0, None)
-    fields.apply()
+    queue.apply()
     for table, block_map in zip(plan.tables, pool.block_maps, strict=True):
         if not table.backend:
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -88,10 +88,15 @@ class Operators:
         self._serving = native.Serving(resolved.native, resolved.bfloat16_chain, resolved.num_threads)
         self._num_threads, self._numerics = resolved.num_threads, resolved.numerics
         self._is_gpu = resolved.device == "cuda"
+        self._select: Callable[[str], str] = str  # chooses a GPU's products; what was chosen before
         self._before: list[tuple[int, str]] = []
 
     def __enter__(self) -> None:
         """Begin."""
+        if self._is_gpu and self._select is str:  # not earlier: a start imports Triton beside other things
+            from octavo.ops.gemm import gpu as matmul
+
+            self._select = matmul.select
         self._serving.__enter__()
         num_threads = torch.get_num_threads()
         if num_threads != self._num_threads:
@@ -105,14 +110,6 @@ class Operators:
         if num_threads != self._num_threads:
             torch.set_num_threads(num_threads)
         self._serving.__exit__()
-
-    def _select(self, numerics: str) -> str:
-        """Choose a GPU's products; what was chosen before."""
-        if not self._is_gpu:
-            return numerics
-        from octavo.ops.gemm import gpu as matmul  # needs Triton
-
-        return matmul.select(numerics)
 
 
 def memory_of(resolved: Resolved) -> tuple[int, int]:

@@ -109,7 +109,9 @@ class PendingStep:
             row: [_to_host(numbers) for numbers in parts] for row, parts in (prompt_logprobs or {}).items()
         }
         self._supports = [dataclasses.replace(own, bits=_copied(own.bits)) for own in supports]
-        self._experts = experts._replace(positions=_copied(experts.positions), chosen=_copied(experts.chosen))
+        self._experts = experts
+        if experts is not NO_CHOSEN:
+            self._experts = experts._replace(positions=_copied(experts.positions), chosen=_copied(experts.chosen))
         self._event = event
         if event is not None:
             event.record()
@@ -145,7 +147,7 @@ class PendingStep:
             logprobs=logprobs,
             prompt_logprobs={row: to_prompt_logprobs(parts) for row, parts in self._prompt_logprobs.items()},
             supports=supports,
-            experts=_split(self._experts),
+            experts=_split(self._experts) if self._experts.counts else {},
             failed=failed,
         )
 

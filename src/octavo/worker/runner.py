@@ -22,6 +22,7 @@ from octavo.device.batch import Batch, BatchOrder, InputBuffers, StepShape
 from octavo.device.block_table import BlockTables
 from octavo.device.graphs import EAGER, GraphKey, GraphPool
 from octavo.device.request_table import RequestTable
+from octavo.device.staging import Queue
 from octavo.layers.expert_recorder import ExpertRecorder
 from octavo.model_state.base import ModelState
 from octavo.models.base import Model
@@ -57,11 +58,12 @@ class Runner:
         sampler: Sampler,
         graphs: GraphPool,
         *,
+        writes: Queue,
         drafter: Drafter,
         kept_experts: tuple[int, int] = (0, 0),
     ) -> None:
-        """All parts share one device and one set of limits. kept_experts: see Resolved."""
-        self._drafter = drafter
+        """All parts share one device and one set of limits. writes: to their tensors. kept_experts: see Resolved."""
+        self._writes, self._drafter = writes, drafter
         self._taps_last = drafter.reads_last(model.arch.num_layers)  # a last layer then gives all tokens
         assert isinstance(model, torch.nn.Module), "models are trees of layers"
         self._experts = ExpertRecorder(model, kept_experts, buffers.limits.max_num_tokens, buffers.turn.device)
@@ -325,9 +327,7 @@ class Runner:
 
     def _bring(self) -> None:
         """Bring what was staged to the device."""
-        self._requests.apply()
-        self._tables.apply()
-        self._buffers.apply()
+        self._writes.apply()
         self._sampler.apply_staged()
 
     def _add(self, new: NewRow) -> None:
