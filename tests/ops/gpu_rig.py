@@ -218,6 +218,10 @@ def check_draw(device: str, vocab_size: int) -> None:
     expected, expected_failed = sample.draw(case.values, order, case.temperatures, case.seeds, case.positions)
     assert torch.equal(tokens.cpu(), expected)
     assert torch.equal(failed.cpu(), expected_failed)
+    later = sample.draw(case.values, order, case.temperatures, case.seeds, case.positions, ahead=3)[0]
+    assert torch.equal(gpu_sample.draw(*arguments, ahead=3)[0].cpu(), later) and not torch.equal(later, expected)
+    at_places = case.temperatures, case.seeds, case.positions + 3
+    assert torch.equal(sample.draw(case.values, order, *at_places)[0], later)
 
 
 def check_logprobs(device: str, vocab_size: int, ks: tuple[int, ...] = (1, 5, 20, sample.FEW + 1)) -> None:

@@ -153,13 +153,13 @@ class Sampler:
         return self._temperature.data, self._seed.data
 
     def draw(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, *, ahead: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens [S] int64, failed [S] uint8) of plain rows. A graph may capture it; the logits stay as they are.
 
-        logits: [S, vocab_size] float32, contiguous; rows, positions: as in SampleBatch.
+        logits: [S, vocab_size] float32, contiguous; rows, positions: as in SampleBatch, or so many places before.
         """
-        return draw(logits, rows, *self.tables, positions)
+        return draw(logits, rows, *self.tables, positions, ahead=ahead)
 
     def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> SamplerOutput:
         """Sample from `logits` ([S, vocab_size] float32, contiguous), which may be overwritten."""

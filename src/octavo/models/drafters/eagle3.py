@@ -25,6 +25,7 @@ from octavo.models.base import WeightMap
 from octavo.models.causal_lm import CausalLM
 from octavo.models.drafters.ends import end_of, leave
 from octavo.ops.decoder import PostOperands
+from octavo.ops.gemm.fused import linear_of_few
 
 WEIGHT_MAP: WeightMap = {
     "fc.weight": ("fc.weight", ""),
@@ -115,7 +116,7 @@ class Eagle3Head(Layer):
 
     def begin(self, given: torch.Tensor) -> torch.Tensor:
         """Three taps in one product."""
-        return self.fc.forward(given)
+        return linear_of_few(given, self.fc.packed)
 
     def store(self, tokens: torch.Tensor, states: torch.Tensor) -> None:
         """K and V of entries."""

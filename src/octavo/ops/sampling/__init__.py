@@ -65,22 +65,24 @@ def draw(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     truncation: TruncationRows | None = None,
+    ahead: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(`sample_rows` of tables, whether the logits hold a NaN): [S] int64, [S] uint8. The logits stay as they are.
 
-    rows: [S] int64, the place of each logits row in `temperatures` (float32) and `seeds` (int64); positions: [S] int64.
-    With cuts the tokens are those of logits after `cut_`. On a GPU one kernel, with cuts some more, fit for a graph
-    once a launch has run outside of one; launches must not overlap.
+    rows: [S] int64, the place of each logits row in `temperatures` (float32) and `seeds` (int64); positions: [S] int64,
+    or so many places before, as `ahead` says. With cuts the tokens are those of logits after `cut_`. On a GPU one
+    kernel, with cuts some more, fit for a graph once a launch has run outside of one; launches must not overlap.
     """
     if logits.is_cuda:
         from octavo.ops.sampling import gpu
 
-        return gpu.draw(logits, rows, temperatures, seeds, positions, truncation)
+        return gpu.draw(logits, rows, temperatures, seeds, positions, truncation, ahead)
     left = logits
     if truncation is not None:
         left = logits.clone()
         cut_(left, rows, truncation)
-    tokens = sample_rows(left, temperatures.index_select(0, rows), seeds.index_select(0, rows), positions)
+    at = positions + ahead if ahead else positions
+    tokens = sample_rows(left, temperatures.index_select(0, rows), seeds.index_select(0, rows), at)
     return tokens, nan_rows(logits).view(torch.uint8)
 
 

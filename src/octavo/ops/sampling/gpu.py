@@ -59,10 +59,10 @@ def _larger_or_nan(left, right):
     return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
 
 
-@launched(triton.jit(do_not_specialize=["splits"]))
+@launched(triton.jit(do_not_specialize=["splits", "ahead"]))
 def _draw(
     logits, logits_row, rows, temperatures, seeds, positions, divisors, last_values, last_ids, tokens, failed, values,
-    codes, arrived, vocab_size, share, splits, INDEXED: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr,
+    codes, arrived, vocab_size, share, splits, ahead, INDEXED: tl.constexpr, CUT: tl.constexpr, SPLIT: tl.constexpr,
     TILE: tl.constexpr, TILES: tl.constexpr, MAX_SPLITS: tl.constexpr, NAN_BIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (line, split): the winner of `share` entries; the last program of a line takes the best of them.
@@ -76,7 +76,7 @@ def _draw(
     line, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + line) if INDEXED else line
     temperature = tl.load(temperatures + row)
-    low, high = stream_key(tl.load(seeds + row), tl.load(positions + line).to(tl.int64))
+    low, high = stream_key(tl.load(seeds + row), tl.load(positions + line).to(tl.int64) + ahead)
     greedy = temperature == 0.0
     inverse = tl.where(greedy, 1.0, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)))
     amount = tl.where(greedy, 0.0, 1.0)
@@ -162,6 +162,7 @@ def draw(
     seeds: Tensor,
     positions: Tensor,
     truncation: TruncationRows | None = None,
+    ahead: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """See `octavo.ops.sampling.draw`; rows None: the tables are of the logits' own rows, without cuts."""
     num_rows, vocab_size = logits.shape
@@ -179,7 +180,7 @@ def draw(
         cut = (truncation.divisors, *last_kept(logits, rows, truncation))
     _draw[(num_rows, splits)](
         logits, logits.stride(0), tokens if rows is None else rows, temperatures, seeds, positions, *cut, tokens,
-        failed, scratch.values, scratch.codes, scratch.arrived, vocab_size, per_split * tile, splits,
+        failed, scratch.values, scratch.codes, scratch.arrived, vocab_size, per_split * tile, splits, ahead,
         INDEXED=rows is not None, CUT=truncation is not None, SPLIT=splits > 1, TILE=tile, TILES=_room_for(per_split),
         MAX_SPLITS=_MAX_SPLITS, NAN_BIT=_NAN_BIT, num_warps=warps, enable_fp_fusion=False, **chained(logits.device),
     )  # fmt: skip
