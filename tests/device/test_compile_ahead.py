@@ -47,6 +47,7 @@ ROWS, TOKENS, LENGTH = 64, 4096, SHARED["max_model_len"]
 NUM_BLOCKS = 2000
 _OF_STATES = (
     "short_convolution",
+    "convolve_prompts",
     "scan_gates",
     "mamba2_scan",
     "mamba2_decode",
@@ -206,6 +207,7 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
             "Nemotron-H",
             {
                 "short_convolution": 2,
+                "convolve_prompts": 1,
                 "scan_gates": 2,
                 "mamba2_scan": 3,
                 "product": 8,

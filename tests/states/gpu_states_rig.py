@@ -64,6 +64,21 @@ def wide_convolution() -> None:
     check_results("cpu", "conv", torch.float32, (1, 6, 7, 70), 20, (40, 7, False))
 
 
+def convolved_prompts() -> None:
+    """A convolution of prompts has the bits of one token a step, wherever the prompts are cut."""
+    case = rig.CASES["conv"](torch.float32)
+    drawn = rig.draw_all(case, (5, 33, 70))
+    rows = rig.Rows(case, GpuStates(), drawn)
+    for place in range(70):
+        rows.compute({row: 1 for row, each in enumerate(drawn) if place < len(each[0])})
+    for cuts in ((4, 18, 69), (3, 30, 17), (1, 19, 47), (2, 32, 64)):
+        other = rig.Rows(case, GpuStates(), drawn, seed=sum(cuts))
+        other.compute(dict(enumerate(cuts)))
+        other.compute({row: len(each[0]) - cut for row, (cut, each) in enumerate(zip(cuts, drawn, strict=True))})
+        for found, expected in zip(other.results, rows.results, strict=True):
+            assert torch.equal(found, expected), (cuts, (found != expected).any(1).nonzero().flatten())
+
+
 def packed_sequences() -> None:
     """A trainer's sequences, which leave nothing behind: near the reference's, and the same bits however packed."""
     lengths, drawn = (1, 17, 70), torch.Generator().manual_seed(0)
@@ -112,5 +127,6 @@ _DECODED = {f"{name} decodes": lambda name=name: check_decoding("cpu", name, tor
 INTERPRETED = (
     {name: lambda name=name: interpreted(name) for name in MAKERS}
     | _DECODED
-    | {"a pack": packed_sequences, "mamba2 walks": walked, "conv of 7 tokens": wide_convolution}
+    | {"a pack": packed_sequences, "mamba2 walks": walked}
+    | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}
 )

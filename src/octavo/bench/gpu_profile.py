@@ -22,7 +22,7 @@ from octavo.llm import LLM
 
 # Family -> parts of kernel names, the first that fits; what fits none is "other".
 FAMILIES = {
-    "states": ("scan", "short_convolution", "delta_", "mamba2_", "normalize_keys"),
+    "states": ("scan", "short_convolution", "convolve", "delta_", "mamba2_", "normalize_keys"),
     "attention": ("attend", "divide", "merge"),
     "products": ("product", "streamed", "nvjet", "gemm", "gemv", "cutlass", "splitK"),
     "norms, rotation, activation": ("norm", "rope", "gated"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.ops.compile.row_sum import padded_length
 from octavo.ops.scan import ConvOperands, DeltaNetOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
-from octavo.ops.scan.conv_gpu import short_convolution
+from octavo.ops.scan.conv_gpu import convolve_prompts, short_convolution
 from octavo.ops.scan.delta_gpu import delta_advance, delta_blocks, delta_scan
 from octavo.ops.scan.gates_gpu import normalize_keys, scan_gates
 from octavo.ops.scan.kept import Form, form_of
@@ -25,7 +25,8 @@ from octavo.states import composed
 from octavo.states.base import LayerStates
 from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
 
-_HEADS = 32  # of a program that sums gates
+_CONV_TOKENS, _CONV_WARPS = 16, 1  # of a program that convolves prompts
+_HEADS, _AHEAD = 32, 16  # of a program that sums gates; tokens that are on their way to it
 _FEW = 16  # tokens of a row that are a short step
 # Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
 _ADVANCING, _WALKING = "advance", "walk"
@@ -67,14 +68,16 @@ class GpuStates:
         told = self._tell(own, "conv", ("conv",), ("conv",), (1, 1))
         (width, channels), step = conv.weight.shape, own.inputs
         out, num_rows = x.new_empty(x.shape), len(step.rows)
-        tokens = 1 if step.max_query_len == 1 else 8
-        grid = -(-channels // 256), max(-(-len(x) // tokens), 1)
-        short_convolution[grid](
+        is_long = step.max_query_len > _FEW
+        tokens = min(_CONV_TOKENS, own.chunk) if is_long else 1 if step.max_query_len == 1 else 8
+        programs = len(x) // tokens + 2 * num_rows if is_long else max(-(-len(x) // tokens), 1)
+        kernel = convolve_prompts if is_long else short_convolution
+        kernel[-(-channels // 256), programs](
             x, x.stride(0), conv.weight, conv.weight if conv.bias is None else conv.bias, out, step.rows,
             step.query_start, step.seq_lens, num_rows, *told.tables, *told.kept, *told.firsts,
             CHANNELS=channels, TILE=256, TOKENS=tokens, WIDTH=width, CHUNK=own.chunk, BLOCK=own.block_size,
             STATE_FORM=told.forms[0], INPUT_FORM=told.forms[1], HAS_BIAS=conv.bias is not None, SILU=conv.silu,
-            num_warps=4, **_PLAIN,
+            num_warps=_CONV_WARPS if is_long else 4, **_PLAIN,
         )  # fmt: skip
         return out
 
@@ -252,7 +255,8 @@ class GpuStates:
             a, b, a.stride(0), b.stride(0), decay, dt_bias, total, second, step.rows, step.query_start, step.seq_lens,
             num_rows, *told.tables[2:], told.kept[first], told.kept[last], told.firsts[1], *limits,
             HEADS=heads, TILE=_HEADS, CHUNK=own.chunk, BLOCK=own.block_size, TOTAL_FORM=told.forms[first],
-            SECOND_FORM=told.forms[last], DELTA=not any(limits), ONE=is_one, num_warps=1, **_PLAIN,
+            SECOND_FORM=told.forms[last], DELTA=not any(limits), ONE=is_one,
+            AHEAD=1 if is_one else _AHEAD, num_warps=1, **_PLAIN,
         )  # fmt: skip
         return total, second
 

@@ -59,8 +59,9 @@ def scan_gates(
     SECOND_FORM: tl.constexpr,
     DELTA: tl.constexpr,
     ONE: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """One row's chunk of the step, and TILE heads. ONE: every row has one token."""
+    """One row's chunk of the step, and TILE heads; AHEAD tokens are asked for at once. ONE: every row has one token."""
     slot = tl.program_id(0)
     row = slot if ONE else row_of(query_start, num_rows, slot, CHUNK, 2)
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
@@ -80,22 +81,34 @@ def scan_gates(
     is_open = (head < HEADS) & (first > border)
     where, _ = place(table, first_part, before // BLOCK, before % BLOCK, head, is_open, TOTAL_FORM, 1)
     sum = tl.load(total_kept + where, mask=is_open, other=0.0)
-    for position in range(first, last):
-        at = (token + position - computed).to(tl.int64)
-        x = softplus(tl.load(a + at * a_row + head, mask=inside, other=0.0).to(tl.float32) + bias)
-        if DELTA:
-            sum += rate * x
-            x = 1.0 / (1.0 + tl.exp(-tl.load(b + at * b_row + head, mask=inside, other=0.0).to(tl.float32)))
-        else:
-            x = tl.minimum(tl.maximum(x, dt_min), dt_max)
-            sum += x * rate
-        tl.store(total + at * HEADS + head, sum, mask=inside)
-        tl.store(second + at * HEADS + head, x, mask=inside)
-        entry, offset = position // BLOCK, position % BLOCK
-        where, is_there = place(table, first_part, entry, offset, head, inside, TOTAL_FORM, 1)
-        tl.store(total_kept + where, sum, mask=is_there)
-        where, is_there = place(table, first_part, entry, offset, head, inside, SECOND_FORM, 1)
-        tl.store(second_kept + where, x, mask=is_there)
+    is_kept = border >= (end - 1) // CHUNK * CHUNK - CHUNK  # chunks before are kept by no table
+    for begin in range(first, last, AHEAD):
+        given, rates = (), ()
+        for i in tl.static_range(AHEAD):  # all are on their way at once
+            at = (token + begin + i - computed).to(tl.int64)
+            is_here = inside & (begin + i < last)
+            given += (tl.load(a + at * a_row + head, mask=is_here, other=0.0),)
+            if DELTA:
+                rates += (tl.load(b + at * b_row + head, mask=is_here, other=0.0),)
+        for i in tl.static_range(AHEAD):
+            position = begin + i
+            is_here = inside & (position < last)
+            x = softplus(given[i].to(tl.float32) + bias)
+            if DELTA:
+                sum += rate * x
+                x = 1.0 / (1.0 + tl.exp(-rates[i].to(tl.float32)))
+            else:
+                x = tl.minimum(tl.maximum(x, dt_min), dt_max)
+                sum += x * rate
+            at = (token + position - computed).to(tl.int64)
+            tl.store(total + at * HEADS + head, sum, mask=is_here)
+            tl.store(second + at * HEADS + head, x, mask=is_here)
+            if is_kept:
+                entry, offset = position // BLOCK, position % BLOCK
+                where, is_there = place(table, first_part, entry, offset, head, is_here, TOTAL_FORM, 1)
+                tl.store(total_kept + where, sum, mask=is_there)
+                goal, is_asked = place(table, first_part, entry, offset, head, is_here, SECOND_FORM, 1)
+                tl.store(second_kept + goal, x, mask=is_asked)
 
 
 @launched(triton.jit)
