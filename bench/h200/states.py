@@ -1,9 +1,9 @@
-"""Layers with states on a GPU, one part a call: `python bench/h200/states.py correct|times|engine [--dry]`.
+"""Layers with states on a GPU, one part a call: `python bench/h200/states.py correct|times|prompts|engine [--dry]`.
 
 correct: operators against float64, and bits over cuts, batches and rejected drafts. times: microseconds of operators in
-a graph beside what their bytes or operations take, and of other tiles. engine: octavo-tiny-hybrid with graphs and
-without, and what requests compile. --dry: the same with tiny shapes on a CPU, kernels interpreted; times are nobody's.
-A table comes last.
+a graph beside what their bytes or operations take, and of other tiles. prompts: the same of prompts by Mamba-2, with
+the bits of other tiles. engine: octavo-tiny-hybrid with graphs and without, and what requests compile. --dry: the same
+with tiny shapes on a CPU, kernels interpreted; times are nobody's. A table comes last.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ READS, PRODUCTS = 4.8e6, 800e6  # bytes and operations a microsecond, of an H200
 SHAPES: dict[str, tuple[int, ...]] = {
     "delta": (16, 32, 128, 128),
     "mamba2": (128, 64, 8, 128),
-    "conv": (8192, 4),
+    "conv": (10240, 4),
     "mamba1": (8192, 16),
 }
 TINY: dict[str, tuple[int, ...]] = {
@@ -238,19 +238,67 @@ def candidates(counts: Sequence[int], computed: int) -> str:
     return f"us: {', '.join(found)}"
 
 
+def made(name: str, counts: Sequence[int]) -> list[torch.Tensor]:
+    """What an operator gives of drawn prompts, and all that it keeps."""
+    torch.manual_seed(0)
+    run, rows = operator(name, counts, 0)
+    result = run()
+    assert isinstance(result, torch.Tensor)
+    return [result.clone(), rows.pool.buffer.clone()]
+
+
+def is_same(found: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> str:
+    """Whether all bits are."""
+    same = (
+        torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in zip(found, others, strict=True)
+    )
+    return "" if all(same) else " OTHER BITS"
+
+
 def walks(counts: Sequence[int]) -> str:
-    """Microseconds of Mamba-2's prompts: (channels, warps, stages) of a walk, and without walks."""
+    """Microseconds of Mamba-2's prompts: (channels, warps, stages, registers) of a walk, and without walks."""
     from octavo.states import gpu
 
-    before, found = (gpu._WALK_STAGES, gpu._WALKED, gpu._MAMBA2_TILES[gpu._WALKING]), []
-    for wide, warps, stages in ((64, 8, 3), (32, 4, 3), (64, 4, 3), (64, 8, 1)):
-        gpu._WALK_STAGES, gpu._MAMBA2_TILES[gpu._WALKING] = stages, (wide, warps)
+    before = (gpu._WALK_STAGES, gpu._WALK_REGISTERS, gpu._WALKED, gpu._MAMBA2_TILES[gpu._WALKING])
+    found, expected = [], made("mamba2", counts)
+    for wide, warps, stages, most in (
+        (64, 4, 2, None),
+        (64, 4, 3, None),
+        (64, 8, 2, None),
+        (64, 8, 3, None),
+        (64, 8, 2, 128),
+        (32, 4, 2, None),
+        (32, 4, 2, 168),
+        (32, 4, 3, None),
+    ):
+        gpu._WALK_STAGES, gpu._WALK_REGISTERS, gpu._MAMBA2_TILES[gpu._WALKING] = stages, most, (wide, warps)
         with contextlib.suppress(Exception):  # it needs more shared memory than there is
-            found.append(f"{wide}x{warps} {stages} stages {timed('mamba2', counts, 0)[0]:.0f}")
+            us, parts = timed("mamba2", counts, 0)
+            same = is_same(made("mamba2", counts), expected)
+            alone = parts.get("mamba2_walk", 0)
+            found.append(f"{wide}x{warps} {stages} stages {most or 255}: {us:.0f} ({alone:.0f}){same}")
     gpu._WALKED = ()
-    found.append(f"none {timed('mamba2', counts, 0)[0]:.0f}")
-    gpu._WALK_STAGES, gpu._WALKED, gpu._MAMBA2_TILES[gpu._WALKING] = before
+    found.append(f"none {timed('mamba2', counts, 0)[0]:.0f}{is_same(made('mamba2', counts), expected)}")
+    gpu._WALK_STAGES, gpu._WALK_REGISTERS, gpu._WALKED, gpu._MAMBA2_TILES[gpu._WALKING] = before
     return f"us: {', '.join(found)}"
+
+
+def convolutions(counts: Sequence[int]) -> str:
+    """Microseconds of a model's convolution over prompts: (tokens, warps) of a program, and of the other kernel."""
+    from octavo.layers import recurrent
+    from octavo.states import gpu
+
+    before, chunk, found = (gpu._CONV_TOKENS, gpu._CONV_WARPS, gpu._FEW), recurrent.SHORT_CHUNK, []
+    recurrent.SHORT_CHUNK = 64  # as beside a scan
+    expected = made("conv", counts)
+    for tokens, warps, few in ((16, 1, 16), (8, 1, 16), (32, 1, 16), (16, 2, 16), (0, 0, 1 << 30)):
+        gpu._CONV_TOKENS, gpu._CONV_WARPS, gpu._FEW = tokens, warps, few
+        us, same = timed("conv", counts, 0)[0], is_same(made("conv", counts)[:1], expected[:1])
+        found.append((f"{tokens}x{warps} {us:.0f}" if tokens else f"for few tokens {us:.0f}") + same)
+    gpu._CONV_TOKENS, gpu._CONV_WARPS, gpu._FEW = before
+    recurrent.SHORT_CHUNK = chunk
+    channels, tokens = sizes_of("conv")[0], sum(counts)
+    return f"us: {', '.join(found)}; bytes {4 * channels * tokens / READS:.0f}"
 
 
 def decode_choices(name: str, counts: Sequence[int], computed: int) -> str:
@@ -336,8 +384,6 @@ def main() -> None:
                 for num_rows in (2,) if DRY else (64, 256):
                     given = [1] * num_rows, 70 if DRY else 160
                     attempt(f"candidates {name} decode {num_rows}", candidates, *given)
-                for counts in ([70],) if DRY else ([8192], [512] * 16):
-                    attempt(f"walks {name} {len(counts)} x {counts[0]}", walks, counts)
             if name == "delta":
                 for num_rows in (2,) if DRY else (64, 256):
                     counts = [1] * num_rows
@@ -345,6 +391,13 @@ def main() -> None:
             attempt(f"tiles {name} decode 64", tiles, name, "decode", [1] * (2 if DRY else 64), 70 if DRY else 1056)
             if name == "delta":  # the other's are above
                 attempt(f"tiles {name} prefill", tiles, name, "long", [33 if DRY else 4000] * (1 if DRY else 2), 0)
+    if "prompts" in sys.argv:
+        for name in ("conv", "mamba2"):
+            attempt(f"bits {name} bfloat16", bits, name, F32 if DRY else BF16)
+        for counts in ([70],) if DRY else ([8192], [512] * 16, [512] * 7):
+            attempt(f"convolution {len(counts)} x {counts[0]}", convolutions, counts)
+            attempt(f"prefill mamba2 {len(counts)} x {counts[0]}", prefill, "mamba2", len(counts), counts[0])
+            attempt(f"walks mamba2 {len(counts)} x {counts[0]}", walks, counts)
     if "engine" in sys.argv:
         for dtype in ("bfloat16", "float32"):
             attempt(f"engine {dtype}", engine, dtype)

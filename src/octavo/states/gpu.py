@@ -33,6 +33,7 @@ _ADVANCING, _WALKING = "advance", "walk"
 _MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING: (64, 8), _ADVANCING: (32, 8)}
 # Of Mamba-2's prompts: chunks that are on their way or used; types whose chunks are walked, for float32 would spill.
 _WALK_STAGES, _WALKED = 3, (torch.bfloat16, torch.float16)
+_WALK_REGISTERS: int | None = None
 # Of Mamba-2 where rows decode: heads of a program at most, programs that keep a GPU busy, heads whose states are on
 # their way or used, registers of a thread (three programs of four warps a processor).
 _DECODE_HEADS, _DECODE_PROGRAMS, _DECODE_STAGES, _DECODE_REGISTERS = 8, 1024, 2, 168
@@ -187,7 +188,9 @@ class GpuStates:
         if walks:  # rows that begin at a border
             wide, own_warps = _mamba2_tile(size, _WALKING, states, xbc)
             options = shape | {"WIDE": wide, "STAGES": _WALK_STAGES, "num_warps": own_warps}
-            mamba2_walk[scan.num_heads * -(-size // wide), num_rows](*given, **options, num_stages=1, **_PLAIN)
+            mamba2_walk[scan.num_heads * -(-size // wide), num_rows](
+                *given, **options, maxnreg=_WALK_REGISTERS, num_stages=1, **_PLAIN
+            )
         mamba2_scan[scan.num_heads * tiles, num_rows](
             *given,
             **shape,

@@ -140,7 +140,7 @@ def mamba2_walk(
             keep(bs, of_row, at, group, width, b, is_new & within[None, :], B_FORM, STATES)
         begin += CHUNK
 
-    for begin in tl.range(computed, end, CHUNK, num_stages=STAGES):
+    for begin in tl.range(computed, end, CHUNK, num_stages=STAGES, disable_licm=True):  # see mamba2_scan
         left = end - begin
         fresh = (token + begin - computed).to(tl.int64)
         here = tl.minimum(places, left - 1)  # of tokens that are not there nothing comes into a result
