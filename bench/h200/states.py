@@ -284,18 +284,18 @@ def walks(counts: Sequence[int]) -> str:
 
 
 def convolutions(counts: Sequence[int]) -> str:
-    """Microseconds of a model's convolution over prompts: (tokens, warps) of a program, and of the other kernel."""
+    """Microseconds of a model's convolution over prompts: (tokens, channels) of a program, and of the other kernel."""
     from octavo.layers import recurrent
     from octavo.states import gpu
 
-    before, chunk, found = (gpu._CONV_TOKENS, gpu._CONV_WARPS, gpu._FEW), recurrent.SHORT_CHUNK, []
+    before, chunk, found = (gpu._CONV_TOKENS, gpu._CONV_TILE, gpu._FEW), recurrent.SHORT_CHUNK, []
     recurrent.SHORT_CHUNK = 64  # as beside a scan
     expected = made("conv", counts)
-    for tokens, warps, few in ((16, 1, 16), (8, 1, 16), (32, 1, 16), (16, 2, 16), (0, 0, 1 << 30)):
-        gpu._CONV_TOKENS, gpu._CONV_WARPS, gpu._FEW = tokens, warps, few
+    for tokens, tile, few in ((16, 128, 16), (8, 128, 16), (16, 256, 16), (8, 256, 16), (16, 64, 16), (0, 0, 1 << 30)):
+        gpu._CONV_TOKENS, gpu._CONV_TILE, gpu._FEW = tokens, tile, few
         us, same = timed("conv", counts, 0)[0], is_same(made("conv", counts)[:1], expected[:1])
-        found.append((f"{tokens}x{warps} {us:.0f}" if tokens else f"for few tokens {us:.0f}") + same)
-    gpu._CONV_TOKENS, gpu._CONV_WARPS, gpu._FEW = before
+        found.append((f"{tokens}x{tile} {us:.0f}" if tokens else f"for few tokens {us:.0f}") + same)
+    gpu._CONV_TOKENS, gpu._CONV_TILE, gpu._FEW = before
     recurrent.SHORT_CHUNK = chunk
     channels, tokens = sizes_of("conv")[0], sum(counts)
     return f"us: {', '.join(found)}; bytes {4 * channels * tokens / READS:.0f}"

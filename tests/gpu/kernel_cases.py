@@ -232,7 +232,10 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "kept sums": (functools.partial(draft_rig.check_kept_sum, "cuda", BF16), ("norm.kept_sum_gpu._keep",)),
     "drafts": (functools.partial(draft_rig.check_drafts, "cuda", 1801), ("sampling.drafts_gpu._draw_drafts",)),
     "prompt lookup": (functools.partial(gpu_rig.check_look_up, "cuda", 3001), ("lookup.gpu._look_up",)),
-    "short convolution": (functools.partial(_states, "conv", (300, 3)), ("scan.conv_gpu.short_convolution", "scan.conv_gpu.convolve_prompts")),
+    "short convolution": (
+        functools.partial(_states, "conv", (300, 3)),
+        ("scan.conv_gpu.short_convolution", "scan.conv_gpu.convolve_prompts"),
+    ),
     "gated delta rule": (
         functools.partial(_states, "delta", (2, 4, 40, 96)),
         (

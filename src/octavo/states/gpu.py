@@ -25,7 +25,8 @@ from octavo.states import composed
 from octavo.states.base import LayerStates
 from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
 
-_CONV_TOKENS, _CONV_WARPS = 16, 1  # of a program that convolves prompts
+# Of a program that convolves prompts: tokens, channels, registers of a thread.
+_CONV_TOKENS, _CONV_TILE, _CONV_REGISTERS = 16, 128, None
 _HEADS, _AHEAD = 32, 16  # of a program that sums gates; tokens that are on their way to it
 _FEW = 16  # tokens of a row that are a short step
 # Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
@@ -73,12 +74,13 @@ class GpuStates:
         tokens = min(_CONV_TOKENS, own.chunk) if is_long else 1 if step.max_query_len == 1 else 8
         programs = len(x) // tokens + 2 * num_rows if is_long else max(-(-len(x) // tokens), 1)
         kernel = convolve_prompts if is_long else short_convolution
-        kernel[-(-channels // 256), programs](
+        tile = _CONV_TILE if is_long else 256
+        kernel[-(-channels // tile), programs](
             x, x.stride(0), conv.weight, conv.weight if conv.bias is None else conv.bias, out, step.rows,
             step.query_start, step.seq_lens, num_rows, *told.tables, *told.kept, *told.firsts,
-            CHANNELS=channels, TILE=256, TOKENS=tokens, WIDTH=width, CHUNK=own.chunk, BLOCK=own.block_size,
+            CHANNELS=channels, TILE=tile, TOKENS=tokens, WIDTH=width, CHUNK=own.chunk, BLOCK=own.block_size,
             STATE_FORM=told.forms[0], INPUT_FORM=told.forms[1], HAS_BIAS=conv.bias is not None, SILU=conv.silu,
-            num_warps=_CONV_WARPS if is_long else 4, **_PLAIN,
+            num_warps=1 if is_long else 4, maxnreg=_CONV_REGISTERS if is_long else None, **_PLAIN,
         )  # fmt: skip
         return out
 

@@ -27,7 +27,7 @@ def _brought(
     STATE_FORM: tl.constexpr,
     INPUT_FORM: tl.constexpr,
 ):
-    """What tokens before the step's brought, where `asked`, else 0: those of the open chunk, or the state at its border.
+    """What tokens before the step's brought, where `asked`, else 0: of the open chunk, or the state at its border.
 
     told: (the row's table of states, the layer's first part, what is kept; of inputs the same; the border).
     """
@@ -163,22 +163,24 @@ def convolve_prompts(
     last = tl.minimum(behind, end)
     line = x + (first + begin - computed).to(tl.int64) * x_row + channel  # of the token at `begin`
     goal = out + (first + begin - computed).to(tl.int64) * CHANNELS + channel
-    weights, values = (), ()
+    weights = ()
     for j in tl.static_range(WIDTH):
         weights += (tl.load(weight + j * CHANNELS + channel, mask=inside, other=0.0),)
-    for i in tl.static_range(1 - WIDTH, TOKENS):  # all are on their way at once
-        is_own = (begin + i >= computed) & (begin + i < end)
-        values += (tl.load(line + i * x_row, mask=inside & is_own, other=0.0),)
     start = tl.zeros((TILE,), tl.float32)
     if HAS_BIAS:
         start += tl.load(bias + channel, mask=inside, other=0.0)
     alone = computed + WIDTH - 1  # from there on a token's window is the step's own
-    for i in tl.static_range(TOKENS):
-        sum = start
-        for j in tl.static_range(WIDTH):
-            sum += values[i + j].to(tl.float32) * weights[j]
-        is_alone = (begin + i >= alone) & (begin + i < end)
-        tl.store(goal + i * CHANNELS, _activated(sum, SILU).to(out.dtype.element_ty), mask=inside & is_alone)
+    if alone < last:
+        values = ()
+        for i in tl.static_range(1 - WIDTH, TOKENS):  # all are on their way at once
+            is_own = (begin + i >= computed) & (begin + i < end)
+            values += (tl.load(line + i * x_row, mask=inside & is_own, other=0.0),)
+        for i in tl.static_range(TOKENS):
+            sum = start
+            for j in tl.static_range(WIDTH):
+                sum += values[i + j].to(tl.float32) * weights[j]
+            is_alone = (begin + i >= alone) & (begin + i < end)
+            tl.store(goal + i * CHANNELS, _activated(sum, SILU).to(out.dtype.element_ty), mask=inside & is_alone)
 
     for at in range(tl.maximum(begin, computed), tl.minimum(last, alone)):
         total = start
