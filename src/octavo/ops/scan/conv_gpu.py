@@ -203,5 +203,5 @@ def convolve_prompts(
             is_past = inside & (past < computed)
             new += _brought(told, past, channel, is_past, CHANNELS, WIDTH, CHUNK, BLOCK, STATE_FORM, INPUT_FORM)
             run = j * CHANNELS + channel
-            there, is_kept = place(states, state_first, behind // CHUNK - 1, 0, run, inside, STATE_FORM, 1)
-            tl.store(state_kept + there, new, mask=is_kept)
+            there, is_asked = place(states, state_first, behind // CHUNK - 1, 0, run, inside, STATE_FORM, 1)
+            tl.store(state_kept + there, new, mask=is_asked)

@@ -81,7 +81,7 @@ def scan_gates(
     is_open = (head < HEADS) & (first > border)
     where, _ = place(table, first_part, before // BLOCK, before % BLOCK, head, is_open, TOTAL_FORM, 1)
     sum = tl.load(total_kept + where, mask=is_open, other=0.0)
-    is_kept = border >= (end - 1) // CHUNK * CHUNK - CHUNK  # chunks before are kept by no table
+    is_last = border >= (end - 1) // CHUNK * CHUNK - CHUNK  # chunks before are kept by no table
     for begin in range(first, last, AHEAD):
         given, rates = (), ()
         for i in tl.static_range(AHEAD):  # all are on their way at once
@@ -103,7 +103,7 @@ def scan_gates(
             at = (token + position - computed).to(tl.int64)
             tl.store(total + at * HEADS + head, sum, mask=is_here)
             tl.store(second + at * HEADS + head, x, mask=is_here)
-            if is_kept:
+            if is_last:
                 entry, offset = position // BLOCK, position % BLOCK
                 where, is_there = place(table, first_part, entry, offset, head, is_here, TOTAL_FORM, 1)
                 tl.store(total_kept + where, sum, mask=is_there)
