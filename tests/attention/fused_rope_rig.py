@@ -11,9 +11,15 @@ from octavo.ops.attention import rope_decode
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.attention.paged import paged_attention
 from octavo.ops.attention.paged_plan import Heads, Planner, Scratch
-from octavo.ops.rope import Rotation, qk_norm_rope_store, rope_table
+from octavo.ops.rope import Rotation, rope_table
+from octavo.ops.rope import gpu as rope_gpu
 
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -31,36 +37,63 @@ def _make(
     normed: bool,
     seed: int,
     heads_last: bool,
+    queries: int,
+    device: torch.device,
 ) -> tuple[torch.Tensor, Rotation, torch.Tensor, list[torch.Tensor], tuple[Any, ...]]:
     """The projection, what becomes of it, the cache, the rows, and where the newest K and V belong in the cache."""
     live = [length for length in lengths if length]
+    asked = [min(length, 1 + (queries - 1 + place) % queries) for place, length in enumerate(live)]
     histories = [make_history(seed + length, length, heads, kv_heads, size, dtype) for length in live]
-    batch = make_batch([(h, len(h.kv), 1) for h in histories], block_size, seed=seed, heads_last=heads_last)
-    num_rows = len(lengths)
-    counts, generator = torch.tensor([int(length > 0) for length in lengths]), torch.Generator().manual_seed(seed)
+    rows_of = [(h, len(h.kv), count) for h, count in zip(histories, asked, strict=True)]
+    batch = make_batch(rows_of, block_size, seed=seed, heads_last=heads_last)
+    num_rows, num_tokens, generator = len(lengths), sum(asked), torch.Generator().manual_seed(seed)
+    is_live = torch.tensor(lengths) > 0
+    counts = torch.zeros(num_rows, dtype=torch.int64).masked_scatter(is_live, torch.tensor(asked))
     table = torch.zeros(num_rows, batch.block_table.shape[1], dtype=torch.int32)
-    table[counts > 0] = batch.block_table
+    table[is_live] = batch.block_table
     rows = [
-        torch.cat((torch.zeros(1), counts.cumsum(0))).int().to(CUDA),
-        torch.tensor(lengths, dtype=torch.int32, device=CUDA),
-        table.to(CUDA),
+        torch.cat((torch.zeros(1), counts.cumsum(0))).int().to(device),
+        torch.tensor(lengths, dtype=torch.int32, device=device),
+        table.to(device),
     ]
-    last = torch.tensor(live) - 1
-    blocks = batch.block_table[torch.arange(len(live)), last // block_size].long()
-    factor = torch.exp2(4 * torch.rand(num_rows, 1, size, generator=generator) - 2)
-    projected = torch.randn(num_rows, heads + 2 * kv_heads, size, generator=generator) * factor
+    last = torch.cat([torch.arange(n - count, n) for n, count in zip(live, asked, strict=True)])
+    row = torch.arange(len(live)).repeat_interleave(torch.tensor(asked))
+    blocks = batch.block_table[row, last // block_size].long()
     padding = torch.zeros(num_rows - len(live), dtype=torch.int64)
-    q_norm, k_norm = (torch.rand(size, generator=generator).add(0.5).to(CUDA) for _ in range(2))
+    num_padded = num_tokens + len(padding)
+    factor = torch.exp2(4 * torch.rand(num_padded, 1, size, generator=generator) - 2)
+    projected = torch.randn(num_padded, heads + 2 * kv_heads, size, generator=generator) * factor
+    q_norm, k_norm = (torch.rand(size, generator=generator).add(0.5).to(device) for _ in range(2))
     rotation = Rotation(
-        positions=torch.cat((last, padding)).to(CUDA),
-        cos_sin=rope_table(size, max(lengths)).to(CUDA),
+        positions=torch.cat((last, padding)).to(device),
+        cos_sin=rope_table(size, max(lengths)).to(device),
         q_norm=q_norm if normed else None,
         k_norm=k_norm if normed else None,
         eps=1e-6,
-        slot_mapping=torch.cat((blocks * block_size + last % block_size, padding - 1)).to(CUDA),
+        slot_mapping=torch.cat((blocks * block_size + last % block_size, padding - 1)).to(device),
     )
-    newest = blocks.to(CUDA), slice(None), (last % block_size).to(CUDA)
-    return projected.to(dtype).flatten(1).to(CUDA), rotation, batch.kv.to(CUDA), rows, newest
+    newest = blocks.to(device), slice(None), (last % block_size).to(device)
+    return projected.to(dtype).flatten(1).to(device), rotation, batch.kv.to(device), rows, newest
+
+
+def _rotate(projected: torch.Tensor, rotation: Rotation, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
+    """q of the operator that only rotates, and stores."""
+    return rope_gpu.qk_norm_rope_store(
+        projected,
+        rotation.positions,
+        rotation.cos_sin,
+        rotation.q_norm,
+        rotation.k_norm,
+        rotation.eps,
+        heads.num_heads,
+        heads.num_kv_heads,
+        heads.size,
+        kv,
+        rotation.slot_mapping,
+        1.0,
+        None,
+        None,
+    )
 
 
 def check(
@@ -75,44 +108,68 @@ def check(
     processors: int = 0,
     size: int = 128,
     dtype: torch.dtype = BF16,
+    queries: int = 1,
+    device: torch.device = CUDA,
     **options: Any,
 ) -> None:
-    """Rows of one query, with what does not belong to them poisoned: the same results and the same cache, twice.
+    """Rows of few queries, with what does not belong to them poisoned: the same results and the same cache, twice.
 
-    A length of 0 is a padding row. processors: to plan for; options: of the sight.
+    A length of 0 is a padding row. queries: of the first row, fewer of others. processors: to plan for; options: of the
+    sight.
     """
     projected, rotation, kv, rows, newest = _make(
-        lengths, heads, kv_heads, block_size, size, dtype, normed=normed, seed=seed, heads_last=heads_last
-    )
-    num_live = len(newest[0])
-    mask_spec, scratch, of = MaskSpec(scale=size**-0.5, **options), Scratch(CUDA), Heads(heads, kv_heads, size)
-    plan = Planner(of, mask_spec, dtype, CUDA, scratch, processors).plan(
-        rows[0], rows[1], num_tokens=len(lengths), max_query_len=1, max_seq_len=max(lengths)
-    )
-    expected_kv = kv.clone()
-    q = qk_norm_rope_store(
-        projected,
-        rotation.positions,
-        rotation.cos_sin,
-        rotation.q_norm,
-        rotation.k_norm,
-        rotation.eps,
+        lengths,
         heads,
         kv_heads,
+        block_size,
         size,
-        expected_kv,
-        rotation.slot_mapping,
+        dtype,
+        normed=normed,
+        seed=seed,
+        heads_last=heads_last,
+        queries=queries,
+        device=device,
     )
+    num_live = len(newest[0])
+    mask_spec, scratch, of = MaskSpec(scale=size**-0.5, **options), Scratch(device), Heads(heads, kv_heads, size)
+    plan = Planner(of, mask_spec, dtype, device, scratch, processors).plan(
+        rows[0], rows[1], num_tokens=len(projected), max_query_len=queries, max_seq_len=max(lengths)
+    )
+    expected_kv = kv.clone()
+    q = _rotate(projected, rotation, expected_kv, of)
     expected = torch.full_like(q, 7.0)
     paged_attention(q, expected_kv, *rows, expected, mask_spec=mask_spec, plan=plan, scratch=scratch)
-    torch.cuda.synchronize()
+    _finish(device)
     assert not expected[:num_live].isnan().any() and rope_decode.serves(of, mask_spec, plan, kv, rotation)
     for _ in range(2):
         kv[newest] = float("nan")  # until it is stored
         out = torch.full_like(q, 7.0)
-        torch.cuda.synchronize()  # what it reads early is there
+        _finish(device)  # what it reads early is there
         rope_decode.fused_rope_decode(
             projected, rotation, kv, *rows, out, mask_spec=mask_spec, plan=plan, scratch=scratch
         )
         assert torch.equal(_bits(out), _bits(expected)), (lengths, (out != expected).sum())
         assert torch.equal(_bits(kv), _bits(expected_kv)), (lengths, "cache")
+
+
+def check_rows_that_verify() -> None:
+    """In a tile and in a leaf, across the borders of both, whole leaves by other programs; beside padding."""
+    cpu = torch.device("cpu")
+    for lengths, heads, block_size, queries in (([5], 2, 16, 5), ([66, 0, 3], 4, 64, 5), ([258, 300], 2, 16, 3)):
+        for normed in (True, False):
+            check(
+                lengths,
+                heads,
+                2,
+                block_size,
+                normed=normed,
+                processors=64,
+                size=32,
+                dtype=torch.float16,
+                queries=queries,
+                device=cpu,
+                heads_last=block_size == 16,
+            )
+
+
+INTERPRETED = {"check_rows_that_verify": check_rows_that_verify}

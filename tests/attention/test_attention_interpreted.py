@@ -8,11 +8,12 @@ import pytest
 
 pytest.importorskip("triton")
 
+import fused_rope_rig
 import latent_rig
 import paged_rig
 from interpreted import run_rig
 
-CASES = [(rig, check) for rig in (paged_rig, latent_rig) for check in rig.INTERPRETED]
+CASES = [(rig, check) for rig in (paged_rig, latent_rig, fused_rope_rig) for check in rig.INTERPRETED]
 
 
 @pytest.mark.parametrize(("rig", "check"), CASES, ids=lambda of: getattr(of, "__name__", of))

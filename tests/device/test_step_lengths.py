@@ -69,7 +69,9 @@ def test_M5_3_rows_that_do_not_run_and_padding_do_not_raise_it() -> None:
 def test_M5_2_a_graph_is_captured_for_the_longest_row_that_it_may_serve(bounds: tuple[int, ...], expected: int) -> None:
     seen: list[int] = []
 
-    def view(num_rows: int, num_tokens: int, max_query_len: int, max_seq_len: int, max_long: int, every: bool) -> None:
+    def view(
+        num_rows: int, num_tokens: int, max_query_len: int, max_seq_len: int, max_long: int, every: bool, apart: bool
+    ) -> None:
         seen.append(max_seq_len)
 
     runner: Any = SimpleNamespace(_padded={}, _max_model_len=MAX_LEN, _buffers=SimpleNamespace(view=view))

@@ -183,6 +183,11 @@ def _decode() -> None:
     fused_rope_rig.check([70, 1100, 300, 0], 4, 2, 64, processors=2)
 
 
+def _verified() -> None:
+    """Rows of several queries, that are rotated in the kernel and before it."""
+    fused_rope_rig.check([70, 1100, 0], 4, 2, 16, queries=5)
+
+
 def _latent() -> None:
     batch = latent_rig.Batch([(700, 1), (20, 9), (513, 2)], BF16, CUDA)
     whole, split = batch.run("mla", 1), batch.run("mla", 2)
@@ -310,6 +315,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "decode attention": (_decode, ("attention.decode_kernel.attend_rows_copied", "attention.paged_workload.divide")),
     "prompt attention": (_prompts, ("attention.prefill_kernel.attend_prompts", "attention.paged_workload.count_tiles")),
     "rotation and attention": (_rotated, ("attention.rope_decode_kernel._rotate_and_attend",)),
+    "rows that verify": (_verified, ("attention.paged_decode_kernels.rotate_and_attend_few",)),
     "latent attention": (
         _latent,
         ("latent.gpu._latent_rope_store", "latent.gpu._head_product", "latent.gpu._attend", "latent.gpu._merge"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 from pathlib import Path
@@ -38,6 +39,27 @@ def test_a_row_has_the_bits_of_the_two_operators(heads: int, kv_heads: int, bloc
 def test_rows_beside_it_move_no_bit(lengths: list[int]) -> None:
     for block_size in (16, 64):
         fused_rope_rig.check(lengths, 16, 8, block_size, normed=block_size == 64, seed=len(lengths))
+
+
+@pytest.mark.parametrize("queries", [2, 5, 8, 16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "dtype", "block_size"),
+    [(16, 8, 128, BF16, 64), (32, 8, 128, BF16, 16), (28, 4, 128, BF16, 128), (8, 2, 64, FP16, 16)],
+)
+def test_rows_that_verify(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype, block_size: int, queries: int
+) -> None:
+    """Of one row at every border, and of rows beside each other and padding."""
+    if queries * heads > 64 * kv_heads:
+        pytest.skip("a tile does not hold them")
+    for seed, length in enumerate(LENGTHS):
+        for further in (0, 3):
+            options = {"seed": seed, "heads_last": further > 0, "normed": seed % 3 > 0}
+            fused_rope_rig.check(
+                [length + further], heads, kv_heads, block_size, size=size, dtype=dtype, queries=queries, **options
+            )
+    for lengths in ([300, 5, 259], [700, 1, 64, 1300], [40, 1030, 0, 0]):
+        fused_rope_rig.check(lengths, heads, kv_heads, block_size, size=size, dtype=dtype, queries=queries)
 
 
 @pytest.mark.parametrize(
@@ -112,3 +134,7 @@ def test_only_graphs_store_and_read_in_one_kernel() -> None:
     for captured in (False, True):
         backend.prepare(inputs, for_capture=captured)
         assert backend.rotates(rotation, kv, spec) is captured
+    for apart in (False, True):
+        several = dataclasses.replace(inputs, max_query_len=5, apart=apart)
+        backend.prepare(several, for_capture=True)
+        assert backend.rotates(rotation, kv, spec) is apart

@@ -180,7 +180,7 @@ def test_layers_of_all_forms_follow_each_other() -> None:
     """Chains that begin with a norm, others, and no chains: alone and narrowed to the tokens that give logits."""
     forms = [_one_sum, _two_sums, *NO_CHAINS.values(), _one_sum, _one_sum, _two_sums]
     backend = type("Backend", (), {"capability": CpuBackend.capability})()
-    table = SimpleNamespace(inputs=SimpleNamespace(max_query_len=3), backend=backend)
+    table = SimpleNamespace(inputs=SimpleNamespace(max_query_len=3, apart=False), backend=backend)
     for order in (forms, forms[::-1], [_one_sum], [NO_CHAINS["a factor"]]):
         layers, norm = [_Form(form) for form in order], _Form(_one_sum).norm
         own = [SimpleNamespace(table=table, backend=backend, spec=None, cache=None) for _ in layers]

@@ -128,7 +128,7 @@ def test_prompts(
 def test_rotation_and_attention(compiled: list[Any], block: int, group: int, normed: bool) -> None:
     kv, out = cache(block, 128, BF16), torch.zeros(4, 2 * group, 128, dtype=BF16)
     rotation = rotation_of(128, normed=normed)
-    rows = paged_plan.RowsLaunch(paged_plan.Tile(16, 4, 3), 1, 8, 132, 4, 0, False, 2, single=True)
+    rows = paged_plan.RowsLaunch(paged_plan.Tile(16, 4, 3), 1, 8, 132, 4, 0, False, 2, max_queries=1)
     rope_decode_kernel.fused_rope_decode(
         torch.zeros(4, (2 * group + 4) * 128, dtype=BF16),
         rotation,

@@ -184,6 +184,7 @@ class AttentionInputs:
     slot_mapping: torch.Tensor  # [num_tokens] int64, -1: do not write
     rows: torch.Tensor | None = None  # [num_rows] int64, the table row of each; read where mods are
     max_long: int | None = None  # host upper bound of rows with several queries, which come last; None: all rows
+    apart: bool = False  # no row reads what another one stores in the same step, though rows may have several queries
     call_checked: bool = False  # whether a layer's tensors were found to fit
 
     @property

@@ -124,11 +124,13 @@ class PagedBackend(BackendFrame):
     def rotates(self, rotation: Rotation, kv: torch.Tensor, spec: AttentionSpec) -> bool:
         """See FusedRopeBackend.
 
-        Only in graphs, whose rows of one query compute the token that was sampled last. Elsewhere such a row may be the
-        end of a prompt that shares a block with a row which completes that block in the same step: there every K and V
-        is to be stored before any is read.
+        Only in graphs, whose rows of one query compute the token that was sampled last, and whose rows that are apart
+        that and drafts. Elsewhere such a row may be the end of a prompt that shares a block with a row which completes
+        that block in the same step: there every K and V is to be stored before any is read.
         """
         if not self._is_captured or kv.device.type != "cuda" or spec.sinks or spec.alibi_slopes:
+            return False
+        if self.inputs.max_query_len > 1 and not self.inputs.apart:
             return False
         planner = self._planners[spec]
         return rope_decode.serves(planner.heads, planner.mask_spec, self._plans[spec], kv, rotation)

@@ -117,6 +117,7 @@ class Batch(StepInputs):
     slot_mapping: list[torch.Tensor]  # per table of attention [T] int64
     block_tables: list[torch.Tensor]  # per table of attention [R, width] int32, kernel block ids
     logit_tokens: LogitTokens | None  # whose hidden states alone are asked for; None: those of all tokens
+    apart: bool = False  # of a graph whose rows all verify: none reads what another one stores
 
     @property
     def num_rows(self) -> int:
@@ -391,10 +392,11 @@ class InputBuffers:
         *,
         every: bool = False,
         drafts: StepShape | None = None,
+        apart: bool = False,
     ) -> Batch:
         """The leading parts of the static tensors as a batch. every: hidden states of all tokens are asked for.
 
-        drafts: the step, if it has some.
+        drafts: the step, if it has some. apart: see Batch.
         """
         num_logits, max_logits = (
             (num_rows, 1) if drafts is None else (drafts.num_logit_tokens, drafts.max_logits_per_row)
@@ -402,7 +404,8 @@ class InputBuffers:
         sizes = num_rows, num_tokens, num_logits, max_logits, every
         if sizes != self._viewed[0]:
             self._viewed = sizes, self._views(*sizes)
-        return Batch(max_query_len=max_query_len, max_seq_len=max_seq_len, max_long=max_long, **self._viewed[1])
+        tensors = self._viewed[1]
+        return Batch(max_query_len=max_query_len, max_seq_len=max_seq_len, max_long=max_long, apart=apart, **tensors)
 
     def _views(self, num_rows: int, num_tokens: int, num_logits: int, max_logits: int, every: bool) -> dict[str, Any]:
         """The tensors of `view`."""

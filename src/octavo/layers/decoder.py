@@ -79,8 +79,8 @@ class Decoder:
     def _operators(self, context: ForwardContext) -> list[tuple[Operator, ...]]:
         """What runs the layers of a step."""
         tables = context.tables  # none, where no layer attends
-        is_single = bool(tables) and tables[0].inputs.max_query_len == 1
-        batch = BatchClass(context.for_capture, is_single, context.logit_tokens is not None)
+        is_apart = bool(tables) and (tables[0].inputs.max_query_len == 1 or tables[0].inputs.apart)
+        batch = BatchClass(context.for_capture, is_apart, context.logit_tokens is not None)
         resolved = self._resolved.get(batch)
         if resolved is None:
             resolved = self._resolved[batch] = self._resolve(batch)

@@ -41,7 +41,7 @@ class BatchClass(NamedTuple):
     """What of a step decides which operators run. Its number of rows does not: operators look at that themselves."""
 
     in_graph: bool  # a graph is captured
-    is_single: bool  # every row has one query
+    is_apart: bool  # no row reads what another one stores: each has one query, or verifies
     is_narrowed: bool  # from attention on, only the tokens that give logits are asked for: in a last layer
 
 
@@ -259,8 +259,8 @@ def _standard_narrowed(layer: LayerLines, backend: type[AttentionBackend], batch
 
 
 def _decodes_in_graph(layer: LayerLines, backend: type[AttentionBackend], batch: BatchClass) -> bool:
-    """In a graph of rows of one query each, where the backend is a FusedRopeBackend."""
-    decodes = batch.in_graph and batch.is_single and not batch.is_narrowed
+    """In a graph of rows that decode or verify, where the backend is a FusedRopeBackend."""
+    decodes = batch.in_graph and batch.is_apart and not batch.is_narrowed
     return layer.standard is not None and decodes and hasattr(backend, "run_fused_rope")
 
 
@@ -343,9 +343,9 @@ def _is_known_whole(layer: LayerLines) -> bool:
 
 
 _CLASSES = {
-    "decode graph": BatchClass(in_graph=True, is_single=True, is_narrowed=False),
-    "other steps": BatchClass(in_graph=False, is_single=False, is_narrowed=False),
-    "other steps, last layer": BatchClass(in_graph=False, is_single=False, is_narrowed=True),
+    "decode graph": BatchClass(in_graph=True, is_apart=True, is_narrowed=False),
+    "other steps": BatchClass(in_graph=False, is_apart=False, is_narrowed=False),
+    "other steps, last layer": BatchClass(in_graph=False, is_apart=False, is_narrowed=True),
 }
 
 

@@ -112,6 +112,7 @@ class DefaultModelState:
             slot_mapping=batch.slot_mapping[index],
             rows=batch.rows,
             max_long=batch.max_long,
+            apart=batch.apart,
         )
 
 

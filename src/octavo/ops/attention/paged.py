@@ -23,10 +23,11 @@ from torch import Tensor
 
 from octavo.ops.attention import decode, prefill
 from octavo.ops.attention.mask_spec import MaskSpec
-from octavo.ops.attention.paged_decode_kernels import attend_few, attend_rows, merge
+from octavo.ops.attention.paged_decode_kernels import attend_few, attend_rows, merge, rotate_and_attend_few
 from octavo.ops.attention.paged_kernels import attend_tiles
 from octavo.ops.attention.paged_plan import Heads, Plan, RowsLaunch, Scratch, power_of_two, sees
 from octavo.ops.compile.launch import chained
+from octavo.ops.compile.row_sum import padded_length
 from octavo.ops.rope import Rotation
 
 _GATHERED_BYTES = 16 << 10  # leaves whose loads a folding program has in flight
@@ -128,7 +129,9 @@ def _attend_rows(
     rows = plan.rows
     assert rows is not None, "the plan has short rows"
     options = _row_options(rows, heads, tensors[0].device) | fixed
-    if rows.max_leaves:
+    if rows.max_leaves and rotation is not None:
+        _rotate_and_attend_few(rows, tensors, parts, rest[4:], numbers, options, rotation)
+    elif rows.max_leaves:
         attend_few[(rows.programs,)](
             *tensors,
             *parts,
@@ -170,6 +173,44 @@ def _attend_rows(
             maxnreg=rows.tile.registers,
             **options,
         )
+
+
+def _rotate_and_attend_few(
+    rows: RowsLaunch,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    parts: tuple[Tensor, ...],
+    strides: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    options: dict[str, Any],
+    rotation: Rotation,
+) -> None:
+    qkv, *rest = tensors
+    q_norm, k_norm = (rotation.cos_sin if norm is None else norm for norm in (rotation.q_norm, rotation.k_norm))
+    half = options["HEAD"] // 2
+    of_rows = ("PADDED", "SEES", "CAUSAL", "SOFT_CAP")  # rows that are rotated see all before them
+    rotate_and_attend_few[(rows.programs,)](
+        qkv,
+        rotation.positions,
+        rotation.cos_sin,
+        q_norm,
+        k_norm,
+        rotation.slot_mapping,
+        *rest,
+        *parts,
+        strides[0],
+        *strides[2:],
+        rows.short,
+        rotation.eps,
+        numbers[1],
+        rows.num_rows,
+        rows.max_leaves,
+        ROWS=power_of_two(rows.num_rows),
+        TOKENS=max(power_of_two(rows.max_queries), 2),
+        LEVELS=padded_length(half).bit_length() - 1,
+        NORM=rotation.q_norm is not None,
+        enable_fp_fusion=False,
+        **{name: value for name, value in options.items() if name not in of_rows},
+    )
 
 
 def _serve_prompts(

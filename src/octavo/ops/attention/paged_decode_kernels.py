@@ -1,8 +1,9 @@
-"""The Triton kernels for rows of few queries: one for a batch of them, one for few of them, and the fold of long rows.
+"""The Triton kernels for rows of few queries: for a batch of them, for few of them, and the fold of long rows.
 
 Owns how such rows' leaves spread over programs; the arithmetic is `paged_kernels`', the order of the sums
-`paged_attention`'s. Does not know launch sizes. Invariant: who computes a leaf, and who folds, moves no bit. Leaves
-that programs share are written down, and the last program to arrive folds all of them, in order, or `merge` does.
+`paged_attention`'s. Few rows may be rotated and stored in their kernel, by the operations of `octavo.ops.rope.gpu`.
+Does not know launch sizes. Invariant: who computes a leaf, and who folds, moves no bit. Leaves that programs share are
+written down, and the last program to arrive folds all of them, in order, or `merge` does.
 """
 
 # Kernels are compiled from their source by Triton, whose values mypy does not know.
@@ -24,9 +25,73 @@ from octavo.ops.attention.paged_kernels import (
 )
 from octavo.ops.attention.paged_workload import BN, EVERYTHING, leaf_of, leaf_start, row_extent
 from octavo.ops.compile.launch import begin_after, end_before, launched, wait_before
+from octavo.ops.compile.row_sum import row_sums
 
 _EVERYTHING, _BN = tl.constexpr(EVERYTHING), tl.constexpr(BN)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _attend_leaves(
+    queries, query, head, valid, row_start, num_queries, seq_len, low, leaves, kv, out, table, parts, part_stats,
+    counters, key_scale, value_scale, sinks, slopes, out_token, out_head, kv_block, kv_head, kv_token, table_row, reach,
+    score_scale, cap_scale, row, kv_index, pair, begin_leaf, stop_leaf, row_base, is_held, fold_limit,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr, SEES: tl.constexpr, CAUSAL: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr,
+    LINES: tl.constexpr, GATHER: tl.constexpr,
+):  # fmt: skip
+    """Leaves `begin_leaf` to `stop_leaf` - 1, at least one, for the lines of a tile [PADDED, BM]: see `_attend`."""
+    slope = head.to(tl.float32)
+    if slopes is not None:
+        slope = tl.load(slopes + head, mask=valid, other=0.0).to(tl.float32) * _LOG2_E
+    factor, cap, result_scale = scales_of(key_scale, value_scale, kv_index, score_scale, cap_scale, SOFT_CAP)
+    first, last, position = seen_by(seq_len, num_queries, query, reach, SEES, CAUSAL)
+    row_leaf = leaf_of(low)
+    begin = tl.maximum(leaf_start(row_leaf + begin_leaf), low // _BN * _BN)
+    end = tl.minimum(leaf_start(row_leaf + stop_leaf), seq_len)
+    slot = row_base.to(tl.int64) * KV_HEADS + kv_index * leaves
+    is_left = (leaves > fold_limit) & is_held  # for `merge`
+    is_split = (stop_leaf - begin_leaf < leaves) | is_left
+    total, total_sum, total_max = walk(
+        queries, kv + kv_index.to(tl.int64) * kv_head, table + row.to(tl.int64) * table_row, parts, part_stats,
+        slot - row_leaf, valid, is_split, begin, begin, end, low, seq_len, first, last, position, slope, factor,
+        cap, kv_block, kv_token, BLOCK, HEAD, PADDED, STAGES, SEES, SOFT_CAP, slopes is not None, PRECISION, True,
+        LINES, True, 64,
+    )  # fmt: skip
+    if not is_split:
+        write_lines(
+            out,
+            tl.trans(total),
+            total_sum,
+            total_max,
+            row_start,
+            query,
+            head,
+            valid,
+            sinks,
+            result_scale,
+            out_token,
+            out_head,
+            HEAD,
+        )
+    elif not is_left and is_last(counters + pair, stop_leaf - begin_leaf, leaves):
+        line_query, line_head, is_line = lines_of(0, num_queries, kv_index, LINES, GROUP)
+        folded, folded_sum, folded_max = fold_stored(parts, part_stats, slot, leaves, LINES, PADDED, GATHER)
+        write_lines(
+            out,
+            folded,
+            folded_sum,
+            folded_max,
+            row_start,
+            line_query,
+            line_head,
+            is_line,
+            sinks,
+            result_scale,
+            out_token,
+            out_head,
+            HEAD,
+        )
 
 
 @triton.jit
@@ -53,57 +118,13 @@ def _attend(
         channel = tl.arange(0, PADDED)
         q_at = q + (row_start + query).to(tl.int64) * q_token + head * q_head
         queries = tl.load(q_at[None, :] + channel[:, None], mask=valid[None, :] & (channel < HEAD)[:, None], other=0.0)
-        slope = head.to(tl.float32)
-        if slopes is not None:
-            slope = tl.load(slopes + head, mask=valid, other=0.0).to(tl.float32) * _LOG2_E
-        factor, cap, result_scale = scales_of(key_scale, value_scale, kv_index, score_scale, cap_scale, SOFT_CAP)
-        first, last, position = seen_by(seq_len, num_queries, query, reach, SEES, CAUSAL)
-        row_leaf = leaf_of(low)
-        begin = tl.maximum(leaf_start(row_leaf + begin_leaf), low // _BN * _BN)
-        end = tl.minimum(leaf_start(row_leaf + stop_leaf), seq_len)
-        slot = row_base.to(tl.int64) * KV_HEADS + kv_index * leaves
-        is_left = (leaves > fold_limit) & is_held  # for `merge`
-        is_split = (stop_leaf - begin_leaf < leaves) | is_left
-        total, total_sum, total_max = walk(
-            queries, kv + kv_index.to(tl.int64) * kv_head, table + row.to(tl.int64) * table_row, parts, part_stats,
-            slot - row_leaf, valid, is_split, begin, begin, end, low, seq_len, first, last, position, slope, factor,
-            cap, kv_block, kv_token, BLOCK, HEAD, PADDED, STAGES, SEES, SOFT_CAP, slopes is not None, PRECISION, True,
-            LINES, True, 64,
+        _attend_leaves(
+            queries, query, head, valid, row_start, num_queries, seq_len, low, leaves, kv, out, table, parts,
+            part_stats, counters, key_scale, value_scale, sinks, slopes, out_token, out_head, kv_block, kv_head,
+            kv_token, table_row, reach, score_scale, cap_scale, row, kv_index, pair, begin_leaf, stop_leaf, row_base,
+            is_held, fold_limit, KV_HEADS, GROUP, HEAD, PADDED, BLOCK, STAGES, SEES, CAUSAL, SOFT_CAP, PRECISION,
+            LINES, GATHER,
         )  # fmt: skip
-        if not is_split:
-            write_lines(
-                out,
-                tl.trans(total),
-                total_sum,
-                total_max,
-                row_start,
-                query,
-                head,
-                valid,
-                sinks,
-                result_scale,
-                out_token,
-                out_head,
-                HEAD,
-            )
-        elif not is_left and is_last(counters + pair, stop_leaf - begin_leaf, leaves):
-            line_query, line_head, is_line = lines_of(0, num_queries, kv_index, LINES, GROUP)
-            folded, folded_sum, folded_max = fold_stored(parts, part_stats, slot, leaves, LINES, PADDED, GATHER)
-            write_lines(
-                out,
-                folded,
-                folded_sum,
-                folded_max,
-                row_start,
-                line_query,
-                line_head,
-                is_line,
-                sinks,
-                result_scale,
-                out_token,
-                out_head,
-                HEAD,
-            )
 
 
 @launched(triton.jit(do_not_specialize=["short", "reach", "table_row", "capacity", "fold_limit"]))
@@ -167,6 +188,119 @@ def attend_few(
             GROUP, HEAD, PADDED, BLOCK, BM, STAGES, SEES, CAUSAL, SOFT_CAP, PRECISION, LINES, GATHER,
         )  # fmt: skip
         place += tl.num_programs(0)
+
+
+@triton.jit
+def _prefetch(at):
+    """Ask for lines of memory in the L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _prefetch_leaf(kv, table, begin, end, kv_block, kv_token, HEAD: tl.constexpr, BLOCK: tl.constexpr):
+    """Ask for K and V of the first tokens of a leaf, up to `end`, in the L2: lines of 128 bytes."""
+    WIDE: tl.constexpr = 2 * HEAD // 64
+    lane, line = tl.arange(0, _BN), tl.arange(0, WIDE) * 64
+    for tile in tl.static_range(4):
+        token = tl.minimum(begin + tile * _BN + lane, tl.maximum(end - 1, begin))
+        place = tl.load(table + token // BLOCK).to(tl.int64) * kv_block + token % BLOCK * kv_token
+        _prefetch(kv + (place[:, None] + line[None, :]))
+
+
+@triton.jit
+def _halves(at, valid, HALF: tl.constexpr):
+    """Both halves [N, HALF] of what is at [N] pointers; zeros where it is not valid."""
+    at = at[:, None] + tl.arange(0, HALF)[None, :]
+    return tl.load(at, mask=valid[:, None], other=0.0), tl.load(at + HALF, mask=valid[:, None], other=0.0)
+
+
+@triton.jit
+def _rotated(heads, weights, angles, eps, HALF: tl.constexpr, LEVELS: tl.constexpr, NORM: tl.constexpr):
+    """Heads [N, 2 * HALF], normed, rotated and rounded; all are given in halves. As `octavo.ops.rope.gpu._rotated`."""
+    DTYPE: tl.constexpr = heads[0].dtype
+    first, second = heads[0].to(tl.float32), heads[1].to(tl.float32)
+    if NORM:
+        squares = row_sums(first * first + second * second, LEVELS)
+        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, 2.0 * HALF) + eps))[:, None]
+        first = (first * inverse * weights[0]).to(DTYPE).to(tl.float32)
+        second = (second * inverse * weights[1]).to(DTYPE).to(tl.float32)
+    cosine, sine = angles
+    low, high = (first * cosine - second * sine).to(DTYPE), (second * cosine + first * sine).to(DTYPE)
+    return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (first.shape[0], 2 * HALF))
+
+
+@launched(triton.jit(do_not_specialize=["short", "table_row", "num_rows", "max_leaves"]))
+def rotate_and_attend_few(
+    qkv, positions, cos_sin, q_norm, k_norm, slots, kv, out, query_start, seq_lens, table, parts, part_stats, counters,
+    qkv_token, out_token, out_head, kv_block, kv_head, kv_token: tl.constexpr, table_row, short, eps, score_scale,
+    num_rows, max_leaves, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
+    BM: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr, GATHER: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, LEVELS: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`attend_few` of rows that see all before them, from their projections: K and V of the step are stored as well.
+
+    TOKENS: at least as many as a row has queries. A program stores those of its leaf, which no other one reads.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    num_pairs = num_rows * KV_HEADS
+    place = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    _, _, leaves = row_extent(query_start, seq_lens, rows, rows < num_rows, short, 0, _EVERYTHING)
+    limit = tl.max(leaves, 0) * num_pairs
+    HALF: tl.constexpr = HEAD // 2
+    channel = tl.arange(0, HALF)[None, :]
+    q_weights, k_weights = (channel, channel), (channel, channel)
+    if NORM:
+        q_weights = (tl.load(q_norm + channel), tl.load(q_norm + HALF + channel))
+        k_weights = (tl.load(k_norm + channel), tl.load(k_norm + HALF + channel))
+    while place < limit:
+        leaf, pair = place // num_pairs, place % num_pairs
+        row, kv_index = pair // KV_HEADS, pair % KV_HEADS
+        seq_len, low, row_leaves = row_extent(query_start, seq_lens, row, True, short, 0, _EVERYTHING)
+        if leaf < row_leaves:
+            row_start = tl.load(query_start + row)
+            num_queries = tl.load(query_start + row + 1) - row_start
+            begin, end = leaf_start(leaf), tl.minimum(leaf_start(leaf + 1), seq_len)
+            head_kv = kv + kv_index.to(tl.int64) * kv_head
+            if PDL:
+                line = table + row.to(tl.int64) * table_row
+                _prefetch_leaf(head_kv, line, begin, end - num_queries, kv_block, kv_token, HEAD, BLOCK)
+            index = tl.arange(0, TOKENS)
+            query, head, valid = lines_of(0, num_queries, kv_index, BM, GROUP)
+            there = seq_len - num_queries + index
+            there = (index < num_queries) & (there >= begin) & (there < end)
+            token = (row_start + tl.minimum(index, num_queries - 1)).to(tl.int64)
+            line_token = (row_start + tl.minimum(query, num_queries - 1)).to(tl.int64)
+            slot = tl.load(slots + token).to(tl.int64)
+            every = index >= 0
+            k_angles = _halves(cos_sin + tl.load(positions + token).to(tl.int64) * HEAD, every, HALF)
+            every = query >= 0
+            q_angles = _halves(cos_sin + tl.load(positions + line_token).to(tl.int64) * HEAD, every, HALF)
+            wait_before(PDL)
+            # The projection is there.
+            of_key = qkv + token * qkv_token + (KV_HEADS * GROUP + kv_index) * HEAD
+            key_halves, value_halves = _halves(of_key, there, HALF), _halves(of_key + KV_HEADS * HEAD, there, HALF)
+            query_halves = _halves(qkv + line_token * qkv_token + head * HEAD, valid, HALF)
+            keys = _rotated(key_halves, k_weights, k_angles, eps, HALF, LEVELS, NORM)
+            stored = head_kv + (slot // BLOCK * kv_block + slot % BLOCK * kv_token)
+            is_stored = (there & (slot >= 0))[:, None]
+            tl.store(stored[:, None] + tl.arange(0, HEAD)[None, :], keys, mask=is_stored)
+            stored = (stored + HEAD)[:, None] + channel
+            tl.store(stored, value_halves[0], mask=is_stored)
+            tl.store(stored + HALF, value_halves[1], mask=is_stored)
+            queries = _rotated(query_halves, q_weights, q_angles, eps, HALF, LEVELS, NORM)
+            tl.debug_barrier()  # what was stored is read
+            _attend_leaves(
+                tl.trans(queries), query, head, valid, row_start, num_queries, seq_len, low, row_leaves, kv, out,
+                table, parts, part_stats, counters, None, None, None, None, out_token, out_head, kv_block, kv_head,
+                kv_token, table_row, 0, score_scale, 0.0, row, kv_index, pair, leaf, leaf + 1, row * max_leaves, False,
+                0, KV_HEADS, GROUP, HEAD, HEAD, BLOCK, STAGES, _EVERYTHING, True, False, PRECISION, LINES, GATHER,
+            )  # fmt: skip
+        place += tl.num_programs(0)
+    wait_before(PDL)  # without work too: the kernel does not end before the one ahead
 
 
 @triton.jit

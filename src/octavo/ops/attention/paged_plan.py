@@ -75,8 +75,13 @@ class RowsLaunch:
     fold_limit: int  # leaves of a row that is not left to `merge`
     merges: bool
     max_leaves: int  # of a row, where `attend_few` takes them, undivided; else 0
-    single: bool = False  # no row has more than one query: see `octavo.ops.attention.rope_decode`
+    max_queries: int = MAX_SHORT_QUERIES  # of a row
     is_copied: bool = False  # for `decode`, in place of `attend_rows` where the tensors allow it
+
+    @property
+    def single(self) -> bool:
+        """No row has more than one query: see `octavo.ops.attention.rope_decode`."""
+        return self.max_queries == 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -298,12 +303,12 @@ class Planner:
         capacity = min(num_rows * max_leaves, self._scratch.capacity(leaf_size))
         self._scratch.reserve(capacity, leaf_size, num_pairs, for_capture=for_capture)
         merges = max_leaves > _FOLDS
-        is_few = num_pairs * _FEW_PAIRS <= self._processors and tile.registers is not None
+        is_few = num_pairs * _FEW_PAIRS <= self._processors and self._dtype != torch.float32 and heads.padded <= 128
         if is_few and capacity == num_rows * max_leaves and not merges:
             programs = min(num_pairs * max_leaves, _FEW_PROGRAMS * self._processors)
             stages = _LEAN_FEW_STAGES if self._lean else _FEW_STAGES
             tile = dataclasses.replace(tile, stages=stages, registers=None)
-            rows = RowsLaunch(tile, short, lines, programs, num_rows, 0, False, max_leaves, single=max_queries == 1)
+            rows = RowsLaunch(tile, short, lines, programs, num_rows, 0, False, max_leaves, max_queries)
             return rows, capacity
         is_copied = self._cache_dtype == self._dtype and decode.can_serve(
             seq_lens.device, self._dtype, heads.group, heads.size, self.mask_spec.causal, tile.lines
@@ -311,9 +316,7 @@ class Planner:
         programs = _ROW_PROGRAMS if tile.registers == _ROW_REGISTERS else _WIDE_ROW_PROGRAMS
         programs = (decode.PROGRAMS if is_copied else programs) * self._processors
         limit = _LONG if merges else 1 << 30
-        rows = RowsLaunch(
-            tile, short, lines, programs, num_rows, limit, merges, 0, single=max_queries == 1, is_copied=is_copied
-        )
+        rows = RowsLaunch(tile, short, lines, programs, num_rows, limit, merges, 0, max_queries, is_copied)
         self._divide(rows, query_start, seq_lens, capacity, for_capture)
         return rows, capacity
 

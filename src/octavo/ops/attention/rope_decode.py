@@ -1,4 +1,4 @@
-"""Rotation, store and attention of decoding rows in one kernel on a GPU: which of two kernels, and whether any.
+"""Rotation, store and attention of decoding or verifying rows in one kernel on a GPU: which of three, and whether any.
 
 Owns that choice. Does not know layers or steps: whoever calls it knows that no row reads what another one stores.
 Invariant: the bits are those of `octavo.ops.rope.qk_norm_rope_store` and `octavo.ops.attention.paged`, one behind the
@@ -7,22 +7,31 @@ other.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from octavo.ops.attention import decode
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.attention.paged import paged_attention
 from octavo.ops.attention.paged_plan import Heads, Plan, Scratch
+from octavo.ops.compile.row_sum import MIN_LENGTH
 from octavo.ops.rope import Rotation
 
 
 def serves(heads: Heads, mask_spec: MaskSpec, plan: Plan, kv: Tensor, rotation: Rotation) -> bool:
-    """Whether the rows of a plan run here: all of one query, whose heads turn whole and are normed both or neither."""
+    """Whether the rows of a plan run here: of few queries, whose heads turn whole and are normed both or neither.
+
+    Where a row has more than one query, rows must be few, and see all before them.
+    """
     rows = plan.rows
-    if rows is None or not rows.single or plan.tiles is not None or rotation.cos_sin.shape[1] != heads.size:
+    if rows is None or plan.tiles is not None or rotation.cos_sin.shape[1] != heads.size:
         return False
     if (rotation.q_norm is None) != (rotation.k_norm is None):
         return False
+    if not rows.single:
+        is_plain = mask_spec.causal and not mask_spec.reach and not mask_spec.soft_cap
+        fits = heads.padded == heads.size >= 2 * MIN_LENGTH and kv.dtype in (torch.bfloat16, torch.float16)
+        return rows.max_leaves > 0 and is_plain and fits
     if rows.max_leaves:
         from octavo.ops.attention import rope_decode_kernel  # needs Gluon
 
@@ -50,7 +59,7 @@ def fused_rope_decode(
     stores in the same call.
     """
     rows = (query_start, seq_lens, block_table)
-    if plan.rows is not None and plan.rows.max_leaves:
+    if plan.rows is not None and plan.rows.max_leaves and plan.rows.single:
         from octavo.ops.attention import rope_decode_kernel  # needs Gluon
 
         rope_decode_kernel.fused_rope_decode(
