@@ -255,7 +255,7 @@ def test_a_pass_finds_the_kernels_of_all_steps_and_changes_no_state(
     assert all(counts[name] >= least for name, least in kernels.items()), counts
     alike = {name: count for name, count in kernels.items() if name in _OF_STATES}
     assert {name: counts[name] for name in alike} == alike, "layers that are alike launch the same kernels"
-    assert len(found) < 100, "few kernels serve all steps"
+    assert len(found) < 120, "few kernels serve all steps"
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ class Opening:
         opens = config.device != "cpu" and not torch.cuda.is_initialized() and has_driver()
         cuda = torch.version.cuda if opens else None
         self.opens = bool(cuda)
-        self._thread = threading.Thread(target=_open, args=[cuda], daemon=True)
+        # waited for at exit: a start that is refused meanwhile would else end the process within torch's C++
+        self._thread = threading.Thread(target=_open, args=[cuda])
         self._thread.start()
 
     def import_kernels(self) -> None:
