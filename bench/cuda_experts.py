@@ -88,8 +88,8 @@ def check(step: Step, gate_up: ExpertWeights, down: ExpertWeights) -> None:
     results = run_experts(step.x, step.experts[0], gate_up, down, "silu")
     for place in {0, step.tokens // 2, step.tokens - 1}:
         row, chosen = step.x[place : place + 1], step.experts[0][place : place + 1]
-        own = results[place * RANKS : (place + 1) * RANKS]
-        assert torch.equal(own, run_experts(row, chosen, gate_up, down, "silu")), "a pair has its bits"
+        own = results[place]
+        assert torch.equal(own, run_experts(row, chosen, gate_up, down, "silu")[0]), "a pair has its bits"
         dense = [
             linear(gated_activation(linear(row, gate_up.weights[expert]), "silu"), down.weights[expert])
             for expert in chosen[0].tolist()
@@ -103,7 +103,7 @@ def check(step: Step, gate_up: ExpertWeights, down: ExpertWeights) -> None:
 def parts(step: Step, gate_up: ExpertWeights, down: ExpertWeights) -> Iterator[tuple[str, Callable[[], object]]]:
     """(name, call) of what a layer launches, and of all of it."""
     shared, gate = random(step.tokens, SIZE), torch.randn(step.tokens, 1, device="cuda")
-    results = random(step.tokens * RANKS, SIZE)
+    results = random(step.tokens, RANKS, SIZE)
     yield "choose", in_turn([lambda i=i: choose_experts(step.logits[i], RULE) for i in range(step.copies)])
     yield "group", in_turn([lambda each=each: moe.group_pairs(each, EXPERTS) for each in step.experts])
     yield from products(step, gate_up, down, None)

@@ -175,8 +175,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Any, out: Tensor, tile: Any = None)
     return linear_reference(x, _weight(weight), bias, out.dtype, out)
 
 
-def _normed_linear(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Any, kind: str | None) -> Tensor:
-    y = linear_reference(norms.rms_norm_reference(x, norm, eps), _weight(weight), bias)
+def _normed_linear(
+    x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Any, kind: str | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    y = linear_reference(norms.rms_norm_reference(x, norm, eps), _weight(weight), bias, dtype)
     return y if kind is None else activation.gated_activation_reference(y, kind)
 
 

@@ -105,7 +105,9 @@ RULES = {
 }  # fmt: skip
 
 
-def _choices(device: torch.device, rule: Moe, logits: torch.Tensor, correction: torch.Tensor | None) -> list[Any]:
+def _choices(
+    device: torch.device, rule: Moe, logits: torch.Tensor, correction: torch.Tensor | None, *, shared: bool = False
+) -> list[Any]:
     """(weights, experts) of the kernel and of the reference implementation."""
     kernel = routing_gpu.choose_experts(
         logits.to(device),
@@ -116,9 +118,10 @@ def _choices(device: torch.device, rule: Moe, logits: torch.Tensor, correction: 
         normed=rule.norm_topk_prob,
         added=rule.added_to_sum,
         scale=rule.scale,
+        shared=shared,
     )
     correction = correction if correction is None else correction.to(device)
-    return [kernel, choose_experts_reference(logits.to(device), rule, correction)]
+    return [kernel, choose_experts_reference(logits.to(device), rule, correction, shared=shared)]
 
 
 def check_choice(device: torch.device, dtype: torch.dtype) -> None:
@@ -134,6 +137,9 @@ def check_choice(device: torch.device, dtype: torch.dtype) -> None:
             torch.testing.assert_close(weights, expected, atol=1e-6, rtol=1e-5)
         else:
             assert torch.equal(weights, expected), rule
+        again, joined = _choices(device, rule, logits, correction, shared=True)[0]
+        assert torch.equal(again, weights) and torch.equal(joined[:, :-1], experts)
+        assert torch.equal(joined[:, -1], torch.full_like(joined[:, -1], rule.num_experts))
 
 
 def check_choice_of_equal_scores(device: torch.device, dtype: torch.dtype) -> None:
@@ -178,11 +184,13 @@ def check_sums(device: torch.device, dtype: torch.dtype) -> None:
         weights = torch.rand(tokens, ranks, generator=generator).to(device)
         shared = torch.randn(tokens, size + 3, generator=generator).to(device, dtype)[:, :size]
         gate = torch.randn(tokens, 1, generator=generator).to(device)
-        whole = results[:tokens].contiguous()
+        whole, by_token = results[:tokens, None], results.view(tokens, ranks, size)
+        joined = torch.randn(tokens, ranks + 1, size, generator=generator).to(device, dtype)
         for operands in (
-            (results, weights, None, None),
-            (results, weights, shared, None),
-            (results, weights, shared, gate),
+            (by_token, weights, None, None),
+            (by_token, weights, shared, None),
+            (by_token, weights, shared, gate),
+            (joined[:, :ranks], weights, joined[:, ranks], gate),
             (whole, None, None, None),
             (whole, None, shared, gate),
         ):

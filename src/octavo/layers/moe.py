@@ -17,6 +17,8 @@ from octavo.layers.mlp import Mlp, UngatedMlp, make_mlp
 from octavo.ops.moe import ExpertWeights, run_experts
 from octavo.ops.moe.routing import choose_experts, sum_experts
 
+_MAX_JOINED = 128  # tokens of a step whose shared experts run as one expert more
+
 
 class MoeMlp(Layer):
     """Routed experts beside shared ones, as `Moe` says: Qwen3's, DeepSeek-V2's and -V3's, LFM2's rules of choice.
@@ -50,29 +52,48 @@ class MoeMlp(Layer):
         self._activation = activation
 
     def join(self) -> None:
-        """Gather the experts' weights for the two products."""
+        """Gather the experts' weights for the two products; behind them what every token meets, if it is like them."""
         first = "up" if self._activation == "relu2" else "gate_up"
-        products = ([getattr(mlp, name).packed for mlp in self.experts] for name in (first, "down"))
+        alike = [*self.experts, *([self.shared] if self._is_expert(self.shared, first) else [])]
+        products = ([getattr(mlp, name).packed for mlp in alike] for name in (first, "down"))
         gate_up, down = map(ExpertWeights, products)
         self.weights = gate_up, down
 
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weights float32, expert ids), both [tokens, experts_per_token], best first."""
-        return choose_experts(self.router.forward(x), self._moe, self.correction)
+    def _is_expert(self, shared: torch.nn.Module | None, first: str) -> bool:
+        """Whether what every token meets has the experts' shape and type, and no bias."""
+        if shared is None or self.into is not None:
+            return False
+        for name in (first, "down"):
+            own, other = getattr(shared, name), getattr(self.experts[0], name).packed
+            if own.bias is not None or (own.packed.n, own.packed.k, own.packed.kind) != (other.n, other.k, other.kind):
+                return False
+        return True
+
+    def route(self, x: torch.Tensor, *, shared: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weights float32, expert ids), both [tokens, experts_per_token], best first.
+
+        shared: ids have one more rank, for what every token meets.
+        """
+        return choose_experts(self.router.forward(x), self._moe, self.correction, shared=shared)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
-        weights, experts = self.route(x)
+        # few rows on a GPU: an expert more is free, two launches are not
+        joins = x.is_cuda and len(x) <= _MAX_JOINED and len(self.weights[0].weights) > len(self.experts)
+        weights, experts = self.route(x, shared=joins)
+        ranks = self._moe.experts_per_token
         if self.record is not None:
-            self.record[: len(experts)].copy_(experts)
+            self.record[: len(experts)].copy_(experts[:, :ranks])
         taken = x if self.into is None else self.into.forward(x)
         results = run_experts(taken, experts, *self.weights, self._activation)
-        shared = None if self.shared is None else self.shared.forward(x)
         gate = None if self.shared_gate is None else self.shared_gate.forward(x)
+        if joins:
+            return sum_experts(results[:, :ranks], weights, results[:, ranks], gate, x.dtype)
+        shared = None if self.shared is None else self.shared.forward(x)
         if self.back is None:
             return sum_experts(results, weights, shared, gate, x.dtype)
         whole = self.back.forward(sum_experts(results, weights, None, None, x.dtype))
-        return whole if shared is None else sum_experts(whole, None, shared, gate, x.dtype)
+        return whole if shared is None else sum_experts(whole[:, None], None, shared, gate, x.dtype)
 
 
 def make_network(index: int, arch: Arch, dtype: torch.dtype) -> Mlp | UngatedMlp | MoeMlp:

@@ -35,7 +35,7 @@ class ExpertWeights:
 def run_experts(
     x: torch.Tensor, experts: torch.Tensor, gate_up: ExpertWeights, down: ExpertWeights, activation: str
 ) -> torch.Tensor:
-    """x [tokens, size], experts [tokens, ranks] int64 or int32 -> [tokens * ranks, size]: down(act(gate) * up) of each.
+    """x [tokens, size], experts [tokens, ranks] int64 or int32 -> [tokens, ranks, size]: down(act(gate) * up) of each.
 
     activation: as `octavo.ops.activation.activate`'s; of one that is not gated, `gate_up` is `up` alone.
     """
@@ -51,7 +51,8 @@ def run_experts(
         )
         if not gated:
             inner = activate(inner, activation)
-        return moe.grouped_linear(inner, down.addresses, last, groups, pairs_per_row=1, aligned=down.aligned)
+        results = moe.grouped_linear(inner, down.addresses, last, groups, pairs_per_row=1, aligned=down.aligned)
+        return results.view(*experts.shape, down.n)
     return run_experts_reference(x, experts, gate_up, down, activation)
 
 
@@ -70,4 +71,4 @@ def run_experts_reference(
             inner = activate(linear(x[chosen // ranks], gate_up.weights[expert]), activation)
             results[chosen] = linear(inner, down.weights[expert])
             start += count
-    return results
+    return results.view(*experts.shape, down.n)

@@ -50,16 +50,18 @@ class Rule(Protocol):
         """To the sum that weights are divided by."""
 
 
-def choose_experts(logits: Tensor, rule: Rule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits: Tensor, rule: Rule, correction: Tensor | None = None, *, shared: bool = False
+) -> tuple[Tensor, Tensor]:
     """(weights float32, expert ids), both [tokens, experts_per_token], best first; ids are int64, on a GPU int32.
 
     logits: the router's, [tokens, experts] float32; correction: [experts] float32, of the choice alone.
-    There is no gradient.
+    shared: the ids have one more rank, of the expert behind the others, which every token meets. There is no gradient.
     """
     if logits.is_cuda:
         from octavo.ops.moe import routing_gpu  # needs triton
 
-        if routing_gpu.serves(logits.shape[1], rule.experts_per_token):
+        if routing_gpu.serves(logits.shape[1], rule.experts_per_token + shared):
             return routing_gpu.choose_experts(
                 logits,
                 correction,
@@ -69,11 +71,14 @@ def choose_experts(logits: Tensor, rule: Rule, correction: Tensor | None = None)
                 normed=rule.norm_topk_prob,
                 added=rule.added_to_sum,
                 scale=rule.scale,
+                shared=shared,
             )
-    return choose_experts_reference(logits, rule, correction)
+    return choose_experts_reference(logits, rule, correction, shared=shared)
 
 
-def choose_experts_reference(logits: Tensor, rule: Rule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def choose_experts_reference(
+    logits: Tensor, rule: Rule, correction: Tensor | None = None, *, shared: bool = False
+) -> tuple[Tensor, Tensor]:
     """The reference implementation of `choose_experts`, with gradients; ids are int64."""
     scores = sigmoid(logits) if rule.scoring == "sigmoid" else logits.softmax(-1)
     choice = scores if correction is None else scores + correction
@@ -86,15 +91,17 @@ def choose_experts_reference(logits: Tensor, rule: Rule, correction: Tensor | No
         for rank in range(1, rule.experts_per_token):  # a fixed order of summation
             total += weights[:, rank : rank + 1]
         weights = weights / (total + rule.added_to_sum if rule.added_to_sum else total)
+    if shared:
+        experts = torch.cat((experts, experts.new_full((len(experts), 1), logits.shape[1])), 1)
     return weights * rule.scale, experts
 
 
 def sum_experts(
     results: Tensor, weights: Tensor | None, shared: Tensor | None, gate: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """results [tokens * ranks, size], weights [tokens, ranks] float32 -> [tokens, size] of `dtype`, rounded once.
+    """results [tokens, ranks, size], weights [tokens, ranks] float32 -> [tokens, size] of `dtype`, rounded once.
 
-    weights None: one result of a token, as it is. shared: [tokens, size], what every token meets, or None; gate: the
+    weights None: one rank, as it is. shared: [tokens, size], what every token meets, or None; gate: the
     logits of its weight, [tokens, 1] float32, or None. Has no gradient.
     """
     if results.is_cuda:
@@ -108,18 +115,17 @@ def sum_experts_reference(
     results: Tensor, weights: Tensor | None, shared: Tensor | None, gate: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """The reference implementation of `sum_experts`, the same bits."""
-    total = results.float() if weights is None else sum_by_rank(results, weights)
+    total = results[:, 0].float() if weights is None else sum_by_rank(results, weights)
     if shared is not None:
         total = total + (shared if gate is None else sigmoid(gate) * shared)
     return total.to(dtype)
 
 
 def sum_by_rank(results: Tensor, weights: Tensor) -> Tensor:
-    """results [tokens * ranks, size], weights [tokens, ranks] float32 -> [tokens, size] float32, in order of rank."""
-    by_rank = results.view(*weights.shape, results.shape[1])
-    total = by_rank[:, 0] * weights[:, :1]
+    """results [tokens, ranks, size], weights [tokens, ranks] float32 -> [tokens, size] float32, in order of rank."""
+    total = results[:, 0] * weights[:, :1]
     for rank in range(1, weights.shape[1]):
-        total += by_rank[:, rank] * weights[:, rank : rank + 1]
+        total += results[:, rank] * weights[:, rank : rank + 1]
     return total
 
 

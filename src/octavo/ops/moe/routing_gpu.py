@@ -160,9 +160,13 @@ def _sorted(key, score, RANKS: tl.constexpr):
 def _choose(
     logits, correction, weights, experts, scale, added, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
     RANKS: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    SCORED: tl.constexpr, NORMED: tl.constexpr, ADDED: tl.constexpr, DEVICE: tl.constexpr, PDL: tl.constexpr,
+    SCORED: tl.constexpr, NORMED: tl.constexpr, ADDED: tl.constexpr, SHARED: tl.constexpr,
+    DEVICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program is a row's. logits [tokens, EXPERTS] -> weights float32 and experts int32, [tokens, RANKS]."""
+    """A program is a row's. logits [tokens, EXPERTS] -> weights float32 and experts int32, [tokens, RANKS].
+
+    SHARED: 1: experts have one more rank, the number EXPERTS; else 0.
+    """
     begin_after(PDL)
     row = tl.program_id(0).to(tl.int64)
     logits += row * EXPERTS
@@ -201,9 +205,9 @@ def _choose(
         if ADDED:
             total += added
         score = tl.div_rn(score, tl.zeros((_NETWORK,), tl.float32) + total)
-    at = row * RANKS + place
-    tl.store(weights + at, score * scale, mask=place < RANKS)
-    tl.store(experts + at, _place_of(key), mask=place < RANKS)
+    tl.store(weights + row * RANKS + place, score * scale, mask=place < RANKS)
+    chosen = tl.where(place < RANKS, _place_of(key), EXPERTS)
+    tl.store(experts + row * (RANKS + SHARED) + place, chosen, mask=place < RANKS + SHARED)
 
 
 def serves(num_experts: int, ranks: int) -> bool:
@@ -221,6 +225,7 @@ def choose_experts(
     normed: bool,
     added: float,
     scale: float,
+    shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `octavo.ops.moe.routing.choose_experts`; ids are int32.
 
@@ -229,12 +234,12 @@ def choose_experts(
     tokens, num_experts = logits.shape
     assert logits.is_contiguous(), "rows of scores lie one after another"
     weights = torch.empty((tokens, ranks), dtype=torch.float32, device=logits.device)
-    experts = torch.empty((tokens, ranks), dtype=torch.int32, device=logits.device)
+    experts = torch.empty((tokens, ranks + shared), dtype=torch.int32, device=logits.device)
     if tokens:
         _choose[(tokens,)](
             logits, correction, weights, experts, float(scale), float(added), EXPERTS=num_experts,
             PADDED=triton.next_power_of_2(num_experts), RANKS=ranks, SIGMOID=sigmoid, CORRECTED=correction is not None,
             GROUPS=groups[0], KEPT=groups[1], SCORED=groups[2], NORMED=normed, ADDED=added != 0.0,
-            DEVICE=logits.is_cuda, num_warps=1, enable_fp_fusion=False, **chained(logits.device),
+            SHARED=int(shared), DEVICE=logits.is_cuda, num_warps=1, enable_fp_fusion=False, **chained(logits.device),
         )  # fmt: skip
     return weights, experts

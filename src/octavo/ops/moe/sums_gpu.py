@@ -25,6 +25,7 @@ def _sum(
     shared,
     gate,
     out,
+    token_row,
     shared_row,
     SIZE: tl.constexpr,
     RANKS: tl.constexpr,
@@ -39,11 +40,11 @@ def _sum(
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < SIZE
-    total = tl.load(results + token * RANKS * SIZE + channel, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(results + token * token_row + channel, mask=inside, other=0.0).to(tl.float32)
     if WEIGHTED:
         total = total * tl.load(weights + token * RANKS)
     for rank in tl.static_range(1, RANKS):
-        own = tl.load(results + (token * RANKS + rank) * SIZE + channel, mask=inside, other=0.0).to(tl.float32)
+        own = tl.load(results + token * token_row + rank * SIZE + channel, mask=inside, other=0.0).to(tl.float32)
         total = total + own * tl.load(weights + token * RANKS + rank)
     if SHARED:
         own = tl.load(shared + token * shared_row + channel, mask=inside, other=0.0).to(tl.float32)
@@ -57,16 +58,16 @@ def sum_experts(
     results: Tensor, weights: Tensor | None, shared: Tensor | None, gate: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """See `octavo.ops.moe.routing.sum_experts`."""
-    size, ranks = results.shape[1], 1 if weights is None else weights.shape[1]
-    tokens = results.shape[0] // ranks
-    assert results.is_contiguous() and (weights is None or weights.is_contiguous()), "ranks lie one after another"
+    tokens, ranks, size = results.shape
+    assert results.stride()[1:] == (size, 1), "a token's ranks lie one after another"
+    assert weights.is_contiguous() if weights is not None else ranks == 1, "a token's weights lie one after another"
     assert shared is None or shared.stride(1) == 1, "channels are contiguous"
     assert gate is None or gate.is_contiguous(), "one gate of a token lies after another"
     out = torch.empty((tokens, size), dtype=dtype, device=results.device)
     if tokens:
         _sum[(tokens, triton.cdiv(size, _BLOCK))](
-            results, weights, shared, gate, out, 0 if shared is None else shared.stride(0), SIZE=size, RANKS=ranks,
-            WEIGHTED=weights is not None, SHARED=shared is not None, GATED=gate is not None, BLOCK=_BLOCK,
-            DEVICE=results.is_cuda, num_warps=_WARPS, enable_fp_fusion=False, **chained(results.device),
+            results, weights, shared, gate, out, results.stride(0), 0 if shared is None else shared.stride(0),
+            SIZE=size, RANKS=ranks, WEIGHTED=weights is not None, SHARED=shared is not None, GATED=gate is not None,
+            BLOCK=_BLOCK, DEVICE=results.is_cuda, num_warps=_WARPS, enable_fp_fusion=False, **chained(results.device),
         )  # fmt: skip
     return out

@@ -48,7 +48,7 @@ def moe(
     bias = None if correction is None else correction.detach().float()
     weights, experts = choose_experts_reference(linear(x, router, out_dtype=torch.float32), facts, bias)
     results: Tensor = apply(_Experts, x, experts, gate_up, down, activation)
-    total = sum_by_rank(results, weights)
+    total = sum_by_rank(results.view(*weights.shape, -1), weights)
     return (total if shared is None else total + shared).to(x.dtype)
 
 
@@ -61,7 +61,7 @@ class _Experts(torch.autograd.Function):
         first, last = (
             ExpertWeights([packed(each, x.dtype, expert) for expert in range(len(each))]) for each in (gate_up, down)
         )
-        return run_experts(x.detach().contiguous(), experts, first, last, activation)
+        return run_experts(x.detach().contiguous(), experts, first, last, activation).flatten(0, 1)
 
     @staticmethod
     @first_order
