@@ -58,7 +58,14 @@ def check_bits_of_a_token_alone(device: torch.device, dtype: torch.dtype) -> Non
 
 def check_tiles_hold_every_pair_once(device: torch.device, dtype: torch.dtype) -> None:
     """In order of expert and then of pair, whatever a tile's rows: also with more pairs than are looked at at once."""
-    for tokens, ranks, experts, rows in ((1, 3, 7, 8), (5, 2, 7, 8), (40, 3, 7, 16), (300, 4, 11, 64), (1100, 2, 3, 8)):
+    for tokens, ranks, experts, rows in (
+        (1, 3, 7, 8),
+        (5, 2, 7, 8),
+        (40, 3, 7, 16),
+        (300, 4, 11, 64),
+        (1100, 2, 3, 8),
+        (2100, 2, 3, 64),
+    ):
         generator = torch.Generator().manual_seed(tokens)
         chosen = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :ranks].contiguous()
         chosen = chosen.where(chosen != experts // 2, experts - 1)  # one is without pairs

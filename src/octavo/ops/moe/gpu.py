@@ -22,7 +22,7 @@ from octavo.ops.compile.launch import begin_after, chained, launched
 from octavo.ops.gemm.gpu import Tile
 from octavo.ops.gemm.kernels import add_products, read_tile
 
-_BLOCK = 2048  # pairs that are looked at at once
+_BLOCKS = 1024, 4096  # pairs that are looked at at once, of few and of many
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def group_pairs(experts: Tensor, num_experts: int, rows: int | None = None) -> G
     order = torch.empty(num_pairs, dtype=torch.int32, device=experts.device)
     tiles = torch.empty((slots, 3), dtype=torch.int32, device=experts.device)
     if num_pairs:
-        block = min(_BLOCK, max(128, triton.next_power_of_2(num_pairs)))
+        block = _BLOCKS[num_pairs > _BLOCKS[0]]
         _group[(num_experts,)](
             experts,
             order,
@@ -64,7 +64,18 @@ def group_pairs(experts: Tensor, num_experts: int, rows: int | None = None) -> G
     return Groups(order, tiles, slots, rows)
 
 
-@launched(triton.jit)
+@triton.jit
+def _ids(experts, num_pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a block of pairs; EXPERTS beyond the last. Whole blocks are read 16 bytes at once."""
+    at = tl.arange(0, BLOCK)
+    if num_pairs >= BLOCK:
+        found = tl.load(experts + at)
+    else:
+        found = tl.load(experts + at, mask=at < num_pairs, other=EXPERTS)
+    return found.to(tl.int32)
+
+
+@launched(triton.jit(do_not_specialize=["num_pairs"]))
 def _group(
     experts,
     order,
@@ -86,19 +97,20 @@ def _group(
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCK)
     if WHOLE:
-        found = tl.load(experts + at, mask=at < num_pairs, other=EXPERTS).to(tl.int32)
+        found = _ids(experts, num_pairs, EXPERTS, BLOCK)
         is_own = (found == expert).to(tl.int32)
         first, count = tl.sum((found < expert).to(tl.int32), 0), tl.sum(is_own, 0)
         tl.store(order + first + tl.cumsum(is_own, 0) - 1, at, mask=is_own != 0)
     else:
-        first, count = 0, 0
+        lower, equal = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
         for start in range(0, num_pairs, BLOCK):
-            found = tl.load(experts + start + at, mask=start + at < num_pairs, other=EXPERTS).to(tl.int32)
-            first += tl.sum((found < expert).to(tl.int32), 0)
-            count += tl.sum((found == expert).to(tl.int32), 0)
+            found = _ids(experts + start, num_pairs - start, EXPERTS, BLOCK)
+            lower += (found < expert).to(tl.int32)
+            equal += (found == expert).to(tl.int32)
+        first, count = tl.sum(lower, 0), tl.sum(equal, 0)
         place = first
         for start in range(0, num_pairs, BLOCK):
-            found = tl.load(experts + start + at, mask=start + at < num_pairs, other=EXPERTS).to(tl.int32)
+            found = _ids(experts + start, num_pairs - start, EXPERTS, BLOCK)
             is_own = (found == expert).to(tl.int32)
             own = tl.sum(is_own, 0)
             if own > 0:
