@@ -300,7 +300,8 @@ def rotate_and_attend_few(
                 0, KV_HEADS, GROUP, HEAD, HEAD, BLOCK, STAGES, _EVERYTHING, True, False, PRECISION, LINES, GATHER,
             )  # fmt: skip
         place += tl.num_programs(0)
-    wait_before(PDL)  # without work too: the kernel does not end before the one ahead
+    if tl.program_id(0) == 0:  # without work too: the kernel does not end before the one ahead
+        wait_before(PDL)
 
 
 @triton.jit
