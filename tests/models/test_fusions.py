@@ -107,6 +107,18 @@ def test_what_a_gpu_runs_gives_the_bits_of_the_lines(family: str) -> None:
             assert all(map(torch.equal, stored, caches)), name
 
 
+def test_what_every_token_meets_has_the_same_bits_as_one_expert_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for most in (16, 0):
+        monkeypatch.setattr("octavo.layers.moe._MAX_JOINED", most)
+        with pretended():
+            found.append(Engine(make_model("deepseek3")).run(STEPS["decode graph of 3"]))
+            found[-1] += (sum(line.startswith("run_experts") for line in launches.LOG), len(launches.LOG))
+    (hidden, caches, runs, fewer), (expected, stored, as_many, more) = found
+    assert torch.equal(hidden, expected) and all(map(torch.equal, caches, stored))
+    assert runs == as_many and fewer < more
+
+
 def test_every_row_of_the_table_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended():
         for family in ("qwen3", "gemma3", "qwen3-moe"):

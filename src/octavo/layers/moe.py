@@ -17,7 +17,7 @@ from octavo.layers.mlp import Mlp, UngatedMlp, make_mlp
 from octavo.ops.moe import ExpertWeights, run_experts
 from octavo.ops.moe.routing import choose_experts, sum_experts
 
-_MAX_JOINED = 128  # tokens of a step whose shared experts run as one expert more
+_MAX_JOINED = 16  # tokens of a step whose shared experts run as one expert more
 
 
 class MoeMlp(Layer):
