@@ -25,7 +25,7 @@ from octavo import SamplingParams
 from octavo.bench.engine import dummy_model
 from octavo.ops import norm
 from octavo.ops.gemm import pack_linear
-from octavo.ops.gemm.fused import linear_of_few, normed_linear
+from octavo.ops.gemm.fused import linear_of_few, normed_logits
 from octavo.ops.gemm.gpu import linear
 
 pytestmark = pytest.mark.gpu
@@ -66,7 +66,7 @@ def test_logits_of_normed_rows(k: int) -> None:
     for rows in (1, 3, 5):
         x = matmul_rig.heavy_tailed(rows, k, dtype=BF16, seed=8, device="cuda")
         expected = linear(norm.rms_norm(x, scale, 1e-6), weight, None, x.new_empty(rows, 32000, dtype=F32))
-        assert torch.equal(normed_linear(x, scale, 1e-6, packed, out_dtype=F32), expected), rows
+        assert torch.equal(normed_logits(x, scale, 1e-6, packed), expected), rows
 
 
 def head(folder: Path, shape: str) -> dict[str, Any]:

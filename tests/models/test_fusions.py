@@ -17,7 +17,7 @@ import launches
 from launches import STEPS, Engine, digests, make_model, pretended
 from loading import load_model
 from model_rig import FAMILIES, Case, Rig
-from octavo.attention.base import NO_TAPS, current_context, forward_context
+from octavo.attention.base import NO_TAPS, Taps, current_context, forward_context
 from octavo.attention.cpu import CpuBackend
 from octavo.attention.paged import PagedBackend
 from octavo.checkpoint.config_reader.checkpoint import read_arch
@@ -213,6 +213,28 @@ def test_layers_of_all_forms_follow_each_other() -> None:
                     expected = layer.forward(expected)
                 expected = norm.forward(expected)
             assert torch.equal(found, expected if tokens is None else expected[tokens])
+
+
+def test_a_rehearsal_keeps_what_layers_that_it_leaves_out_would_have() -> None:
+    """Hidden states that a drafter reads are kept by a kernel, which a start compiles with the others."""
+    backend = type("Backend", (), {"capability": CpuBackend.capability})()
+    table = SimpleNamespace(inputs=SimpleNamespace(max_query_len=3, apart=False), backend=backend)
+    own = [SimpleNamespace(table=table, backend=backend, spec=None, cache=None)]
+    for is_rehearsal in (False, True):
+        taps = Taps((5, 0), torch.full((5, 16), 7.0))
+        context: Any = SimpleNamespace(
+            layers=own,
+            tables=[table],
+            for_capture=False,
+            warmup_only=is_rehearsal,
+            positions=torch.arange(5),
+            logit_tokens=None,
+            taps=taps,
+        )
+        with forward_context(context):
+            Decoder([_Form(_one_sum)], _Form(_one_sum).norm).forward(torch.randn(5, 8), context.positions)
+        kept = (taps.of(5) != 7.0).all(0)
+        assert kept[8:].all() and bool(kept[:8].all()) == is_rehearsal  # there is no layer 5
 
 
 def test_a_class_with_a_forward_of_its_own_is_of_no_kind_that_fusions_know() -> None:

@@ -361,6 +361,11 @@ class Taps:
                 out = self._buffer[: len(x), place * size : (place + 1) * size]
                 keep_sum(x, residual, out)
 
+    def rehearse(self, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Keep x and residual wherever anything is kept: what layers that are left out would have launched."""
+        for layer in self.layers:
+            self.keep(layer, x, residual)
+
     def of(self, num_tokens: int) -> torch.Tensor:
         """[num_tokens, n * size] of the step's tokens."""
         return self._buffer[:num_tokens]

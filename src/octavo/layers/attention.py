@@ -172,12 +172,12 @@ class Attention(Layer):
     def project_and_attend(self, x: torch.Tensor) -> torch.Tensor:
         """What `attend` gives of `rope_and_store` of what `qkv` gives of x [tokens, size]: in few kernels, if it can.
 
-        As in steps, in a graph of rows of one query each, where no row reads what another one stores.
+        As in steps, in a graph of rows none of which reads what another one stores.
         """
         context, spec = current_context(), self.spec
         own, projected = context.layers[self.index], linear_of_few(x, self.qkv.packed, self.qkv.bias)
-        backend = own.backend
-        if context.for_capture and own.inputs.max_query_len == 1 and isinstance(backend, FusedRopeBackend):
+        backend, is_apart = own.backend, own.inputs.max_query_len == 1 or own.inputs.apart
+        if context.for_capture and is_apart and isinstance(backend, FusedRopeBackend):
             rotation = Rotation(
                 positions=context.positions,
                 cos_sin=self.rotary.cos_sin,

@@ -52,6 +52,8 @@ class Decoder:
             context.taps.keep(layer, x, residual)
             for run in operators:
                 x, residual = run(x, residual, context)
+        if context.warmup_only:
+            context.taps.rehearse(x, residual)
         norm = self._norm
         if _is_plain(norm):
             return last_norm(x, residual, norm.weight, norm.eps)

@@ -17,7 +17,7 @@ from octavo.layers.norm import RMSNorm
 from octavo.ops.embedding import embed_rows, gather_rows
 from octavo.ops.embedding.beside import embed_beside
 from octavo.ops.gemm import LinearWeight
-from octavo.ops.gemm.fused import fused_linear_sampling, fused_sampling_rows, normed_linear
+from octavo.ops.gemm.fused import fused_linear_sampling, fused_sampling_rows, normed_logits
 from octavo.ops.sampling import draw
 
 
@@ -44,7 +44,7 @@ class OutputHead(Linear):
         """Logits of the given rows, normed."""
         if self._is_changed or self.bias is not None:
             return self.forward(norm.forward(x))
-        return normed_linear(x, norm.weight, norm.eps, self.packed, out_dtype=self.out_dtype)
+        return normed_logits(x, norm.weight, norm.eps, self.packed)
 
     def draw(
         self,

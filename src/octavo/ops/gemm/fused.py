@@ -75,27 +75,27 @@ def linear_of_few(x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -
     return linear(x, weight, bias)
 
 
-def normed_linear(
-    x: Tensor,
-    norm: Tensor,
-    eps: float,
-    weight: LinearWeight,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """`linear` of the `rms_norm` of x [T, K] with norm [K], and its `gated_activation` if one is named.
-
-    out_dtype: as `linear`'s, where no activation is named.
-    """
-    if runs_fused(x, weight, bias, activation, normed=True, out_dtype=out_dtype):
+def normed_logits(x: Tensor, norm: Tensor, eps: float, weight: LinearWeight) -> Tensor:
+    """`linear` in float32 of the `rms_norm` of x [T, K] with norm [K]."""
+    if runs_fused(x, weight, normed=True, out_dtype=torch.float32):
         from octavo.ops.gemm import skinny_gemm  # needs triton
 
-        return skinny_gemm.normed_linear(x, norm, eps, weight.storage, bias, activation, out_dtype)
+        return skinny_gemm.normed_linear(x, norm, eps, weight.storage, None, None, torch.float32)
+    return linear(rms_norm(x, norm, eps), weight, out_dtype=torch.float32)
+
+
+def normed_linear(
+    x: Tensor, norm: Tensor, eps: float, weight: LinearWeight, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    """`linear` of the `rms_norm` of x [T, K] with norm [K], and its `gated_activation` if one is named."""
+    if runs_fused(x, weight, bias, activation, normed=True):
+        from octavo.ops.gemm import skinny_gemm  # needs triton
+
+        return skinny_gemm.normed_linear(x, norm, eps, weight.storage, bias, activation)
     normed = rms_norm(x, norm, eps)
     if activation is not None and bias is None:
         return gated_linear(normed, weight, activation)
-    y = linear(normed, weight, bias, out_dtype)
+    y = linear(normed, weight, bias)
     return y if activation is None else gated_activation(y, activation)
 
 
