@@ -99,8 +99,13 @@ def bits(name: str, dtype: torch.dtype) -> str:
     return f"{bad} of {count} results differ"
 
 
-def operator(name: str, counts: Sequence[int], computed: int) -> tuple[Callable[[], object], Any]:
-    """(what runs a step of an operator, where rows have `computed` tokens already; what it keeps alive)."""
+def operator(
+    name: str, counts: Sequence[int], computed: int, *, keeps: bool = True
+) -> tuple[Callable[[], object], Any]:
+    """(what runs a step of an operator, where rows have `computed` tokens already; what it keeps alive).
+
+    keeps: the states at all borders that the step passes, or none.
+    """
     import gpu_states_rig
     import state_rig
     from octavo.states.base import StateInputs
@@ -112,6 +117,8 @@ def operator(name: str, counts: Sequence[int], computed: int) -> tuple[Callable[
     drawn = [tuple(each.expand(computed + counts[0], *each.shape[1:]) for each in one)] * len(counts)
     rows = state_rig.Rows(case, GpuStates(), drawn, device=DEVICE, block_size=64)
     rows.pool.buffer.zero_()
+    if not keeps:
+        rows.own.state_table.zero_()
     starts = torch.tensor([0, *counts]).cumsum(0)
     rows.step.prepare(
         StateInputs(
@@ -127,9 +134,9 @@ def operator(name: str, counts: Sequence[int], computed: int) -> tuple[Callable[
     return lambda: case.run(rows.backend, rows.own, given), rows
 
 
-def timed(name: str, counts: Sequence[int], computed: int) -> tuple[float, dict[str, float]]:
-    """(microseconds of the operator in a graph, of its kernels by name)."""
-    run, kept = operator(name, counts, computed)
+def timed(name: str, counts: Sequence[int], computed: int, *, keeps: bool = True) -> tuple[float, dict[str, float]]:
+    """(microseconds of the operator in a graph, of its kernels by name). keeps: see `operator`."""
+    run, kept = operator(name, counts, computed, keeps=keeps)
     if DRY:
         began = time.perf_counter()
         run()
@@ -260,7 +267,7 @@ def walks(counts: Sequence[int]) -> str:
     from octavo.states import gpu
 
     before = (gpu._WALK_STAGES, gpu._WALK_REGISTERS, gpu._WALKED, gpu._MAMBA2_TILES[gpu._WALKING])
-    found, expected = [], made("mamba2", counts)
+    found, expected = [f"no states kept {timed('mamba2', counts, 0, keeps=False)[0]:.0f}"], made("mamba2", counts)
     for wide, warps, stages, most in (
         (64, 4, 2, None),
         (64, 4, 3, None),
@@ -394,7 +401,7 @@ def main() -> None:
     if "prompts" in sys.argv:
         for name in ("conv", "mamba2"):
             attempt(f"bits {name} bfloat16", bits, name, F32 if DRY else BF16)
-        for counts in ([70],) if DRY else ([8192], [512] * 16, [512] * 7):
+        for counts in ([70],) if DRY else ([512] * 7, [8192], [512]):
             attempt(f"convolution {len(counts)} x {counts[0]}", convolutions, counts)
             attempt(f"prefill mamba2 {len(counts)} x {counts[0]}", prefill, "mamba2", len(counts), counts[0])
             attempt(f"walks mamba2 {len(counts)} x {counts[0]}", walks, counts)

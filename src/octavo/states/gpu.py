@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.ops.compile.launch import chained
 from octavo.ops.compile.row_sum import padded_length
 from octavo.ops.scan import ConvOperands, DeltaNetOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
 from octavo.ops.scan.conv_gpu import convolve_prompts, short_convolution
@@ -31,9 +32,9 @@ _HEADS, _AHEAD = 32, 16  # of a program that sums gates; tokens that are on thei
 _FEW = 16  # tokens of a row that are a short step
 # Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
 _ADVANCING, _WALKING = "advance", "walk"
-_MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING: (64, 8), _ADVANCING: (32, 8)}
+_MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING: (64, 4), _ADVANCING: (32, 8)}
 # Of Mamba-2's prompts: chunks that are on their way or used; types whose chunks are walked, for float32 would spill.
-_WALK_STAGES, _WALKED = 3, (torch.bfloat16, torch.float16)
+_WALK_STAGES, _WALKED = 2, (torch.bfloat16, torch.float16)
 _WALK_REGISTERS: int | None = None
 # Of Mamba-2 where rows decode: heads of a program at most, programs that keep a GPU busy, heads whose states are on
 # their way or used, registers of a thread (three programs of four warps a processor).
@@ -187,11 +188,13 @@ class GpuStates:
             self._advance_mamba2(own, told, scan, xbc)
             return out
         walks = step.max_query_len > _FEW and is_whole and xbc.dtype in _WALKED
+        behind: dict[str, Any] = {"PDL": False}
         if walks:  # rows that begin at a border
             wide, own_warps = _mamba2_tile(size, _WALKING, states, xbc)
             options = shape | {"WIDE": wide, "STAGES": _WALK_STAGES, "num_warps": own_warps}
+            behind = chained(xbc.device)
             mamba2_walk[scan.num_heads * -(-size // wide), num_rows](
-                *given, **options, maxnreg=_WALK_REGISTERS, num_stages=1, **_PLAIN
+                *given, **options, PDL=bool(behind["PDL"]), maxnreg=_WALK_REGISTERS, num_stages=1, **_PLAIN
             )
         mamba2_scan[scan.num_heads * tiles, num_rows](
             *given,
@@ -201,6 +204,7 @@ class GpuStates:
             num_warps=warps,
             num_stages=1,
             **_PLAIN,
+            **behind,
         )
         return out
 

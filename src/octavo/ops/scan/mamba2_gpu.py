@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.ops.compile.launch import launched
+from octavo.ops.compile.launch import launched, wait_before
 from octavo.ops.scan.kept import PLACES, keep, numbers, read_state, tokens, write_state
 
 
@@ -106,18 +106,22 @@ def mamba2_scan(
     DT_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
     WALKED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row of the step, one head and WIDE of its channels; TILE tokens at a time.
 
-    WALKED: rows that begin at a border are another kernel's.
+    WALKED: rows that begin at a border are another kernel's, which is ahead and may still run.
     """
     row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
     head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
     computed = end - (tl.load(query_start + row + 1) - token)
-    if (computed >= end) | (computed < 0):  # nothing, or a row of padding
-        return
-    if WALKED and computed % CHUNK == 0:
+    is_other = (computed >= end) | (computed < 0)  # nothing, or a row of padding
+    if WALKED:
+        is_other |= computed % CHUNK == 0
+    if (is_other == 0) | (tl.program_id(0) + row == 0):
+        wait_before(PDL)
+    if is_other:
         return
     table_row = tl.load(rows + row)
     states = state_table + table_row * state_columns

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.ops.compile.launch import launched
+from octavo.ops.compile.launch import end_before, launched
 from octavo.ops.scan.kept import PLACES, keep, place
 
 
@@ -106,8 +106,10 @@ def mamba2_walk(
     DT_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One row whose step begins at a border, one head and WIDE of its channels."""
+    end_before(PDL)  # the next kernel reads nothing of this one's
     row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
     head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
