@@ -1,8 +1,8 @@
 """Layers with states on a GPU, one part a call: `python bench/h200/states.py correct|times|prompts|engine [--dry]`.
 
 correct: operators against float64, and bits over cuts, batches and rejected drafts. times: microseconds of operators in
-a graph beside what their bytes or operations take, and of other tiles. prompts: the same of prompts by Mamba-2, with
-the bits of other tiles. engine: octavo-tiny-hybrid with graphs and without, and what requests compile. --dry: the same
+a graph beside what their bytes or operations take, and of other tiles. prompts: the same of prompts by Mamba-2
+and its convolution (or `prompts conv|mamba2`), with the bits of other tiles. engine: octavo-tiny-hybrid with graphs and without, and what requests compile. --dry: the same
 with tiny shapes on a CPU, kernels interpreted; times are nobody's. A table comes last.
 """
 
@@ -399,12 +399,15 @@ def main() -> None:
             if name == "delta":  # the other's are above
                 attempt(f"tiles {name} prefill", tiles, name, "long", [33 if DRY else 4000] * (1 if DRY else 2), 0)
     if "prompts" in sys.argv:
-        for name in ("conv", "mamba2"):
+        names = [name for name in ("conv", "mamba2") if name in sys.argv] or ["conv", "mamba2"]
+        for name in names:
             attempt(f"bits {name} bfloat16", bits, name, F32 if DRY else BF16)
         for counts in ([70],) if DRY else ([512] * 7, [8192], [512]):
-            attempt(f"convolution {len(counts)} x {counts[0]}", convolutions, counts)
-            attempt(f"prefill mamba2 {len(counts)} x {counts[0]}", prefill, "mamba2", len(counts), counts[0])
-            attempt(f"walks mamba2 {len(counts)} x {counts[0]}", walks, counts)
+            if "conv" in names:
+                attempt(f"convolution {len(counts)} x {counts[0]}", convolutions, counts)
+            if "mamba2" in names:
+                attempt(f"prefill mamba2 {len(counts)} x {counts[0]}", prefill, "mamba2", len(counts), counts[0])
+                attempt(f"walks mamba2 {len(counts)} x {counts[0]}", walks, counts)
     if "engine" in sys.argv:
         for dtype in ("bfloat16", "float32"):
             attempt(f"engine {dtype}", engine, dtype)
