@@ -1,9 +1,9 @@
 """Layers with states on a GPU, one part a call: `python bench/h200/states.py correct|times|prompts|engine [--dry]`.
 
 correct: operators against float64, and bits over cuts, batches and rejected drafts. times: microseconds of operators in
-a graph beside what their bytes or operations take, and of other tiles. prompts: the same of prompts by Mamba-2
-and its convolution (or `prompts conv|mamba2`), with the bits of other tiles. engine: octavo-tiny-hybrid with graphs and without, and what requests compile. --dry: the same
-with tiny shapes on a CPU, kernels interpreted; times are nobody's. A table comes last.
+a graph beside what their bytes or operations take, and of other tiles. prompts [conv|mamba2]: the same of prompts by
+Mamba-2 and its convolution, with the bits of other tiles. engine: octavo-tiny-hybrid with graphs and without, and what
+requests compile. --dry: the same with tiny shapes on a CPU, kernels interpreted; times are nobody's. A table comes last.
 """
 
 from __future__ import annotations
