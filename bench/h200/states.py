@@ -3,7 +3,7 @@
 correct: operators against float64, and bits over cuts, batches and rejected drafts. times: microseconds of operators in
 a graph beside what their bytes or operations take, and of other tiles. prompts [conv|mamba2]: the same of prompts by
 Mamba-2 and its convolution, with the bits of other tiles. engine: octavo-tiny-hybrid with graphs and without, and what
-requests compile. --dry: the same with tiny shapes on a CPU, kernels interpreted; times are nobody's. A table comes last.
+requests compile. --dry: the same with tiny shapes on a CPU, kernels interpreted, whose times say nothing. A table is last.
 """
 
 from __future__ import annotations
