@@ -18,7 +18,7 @@ from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescripti
 from octavo.ops.copying import can_copy_pieces, copy_pieces, to_device
 
 _LEAST_PIECE = 128 << 10  # bytes: smaller ones take a copy engine longer than the bus
-_FIRST_PIECES, _MAX_PIECES = 64, 256  # that one call orders, in which no step can launch: the first of a transfer, any
+_FIRST_PIECES, _MAX_PIECES = 128, 4096  # that one call orders: the first of a transfer, and any
 _MAX_AHEAD = 4096  # pieces that are ordered and have not arrived
 _STAGING_BYTES = 64 << 20  # of a direction: what is gathered on a GPU before it goes over the bus
 
@@ -136,6 +136,7 @@ class _Lane:
         done.synchronize()
 
     def _order_pieces(self, blocks: Sequence[int], rows: Sequence[torch.Tensor], *, to_cache: bool) -> None:
+        self._stream.query()  # a thread has no context of the driver's before torch has asked something in it
         own, other = self._pieces.of(blocks, rows)
         num_ahead = 0
         for part in parts_of(len(own)):
@@ -174,11 +175,14 @@ class _Lane:
 
 
 def parts_of(num_pieces: int) -> Iterator[slice]:
-    """What is ordered in one call each: little at first, so that the bus has work while more is ordered."""
+    """What is ordered in one call each: little at first, so that the bus has work while more is ordered.
+
+    And then much, for behind each call a thread waits for the interpreter, which steps may keep for a millisecond.
+    """
     start, count = 0, _FIRST_PIECES
     while start < num_pieces:
         yield slice(start, min(start + count, num_pieces))
-        start, count = start + count, min(4 * count, _MAX_PIECES)
+        start, count = start + count, _MAX_PIECES
 
 
 class Pieces:
