@@ -29,6 +29,8 @@ def _beside(
     token, is_state = tl.program_id(0).to(tl.int64), tl.program_id(1) == 1
     channel = tl.arange(0, PADDED)
     inside = channel < SIZE
+    if NORM:
+        weight = tl.load((second_norm if is_state else first_norm) + channel, mask=inside, other=0.0)
     begin_whole(PDL)
     source = tl.load(pick + token).to(tl.int64) if PICK else token
     dtype = both.dtype.element_ty
@@ -37,7 +39,6 @@ def _beside(
         if not NORMED:
             tl.store(own + token * SIZE + channel, value, mask=inside)
         if NORM:
-            weight = tl.load(second_norm + channel, mask=inside, other=0.0)
             x = value.to(tl.float32)
             value = (x * inverse_norm(x, eps, SIZE, PADDED, LEVELS) * weight).to(dtype)
         tl.store(both + token * (2 * SIZE) + SIZE + channel, value, mask=inside)
@@ -49,7 +50,6 @@ def _beside(
         if SCALED:
             value = (value.to(tl.float32) * scale).to(dtype)
         if NORM:
-            weight = tl.load(first_norm + channel, mask=inside, other=0.0)
             x = value.to(tl.float32)
             value = (x * inverse_norm(x, eps, SIZE, PADDED, LEVELS) * weight).to(dtype)
         tl.store(both + token * (2 * SIZE) + channel, value, mask=inside)

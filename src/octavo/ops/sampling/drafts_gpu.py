@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.compile.launch import begin_after, chained, launched
+from octavo.ops.compile.launch import chained, end_before, launched, wait_before
 from octavo.ops.inputs.tensors import RowTensors
 from octavo.ops.sampling.gpu import scratch_of
 from octavo.ops.sampling.noise import gumbel, stream_key, uniform_words
@@ -22,30 +22,46 @@ _PROGRAMS = 2112  # how many programs a launch should have, as a draw's
 _MAX_SPLITS = 128
 
 
+@triton.jit
+def _noise_of(ids, at, num_places, low, high, amount, MAPPED: tl.constexpr):
+    """(the target's ids of places, their noise)."""
+    token = tl.load(ids + at, mask=at < num_places, other=0).to(tl.int32) if MAPPED else at
+    return token, gumbel(uniform_words(low, high, token.to(tl.uint32))) * amount
+
+
 @launched(triton.jit(do_not_specialize=["splits", "place"]))
 def _draw_drafts(
     logits, logits_row, ids, rows, sample_of, lengths, token_ids, total_len, temperatures, seeds, drafts, values, codes,
     arrived, noise, num_places, share, splits, width, place, MAPPED: tl.constexpr, SPLIT: tl.constexpr,
     TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (line, split): the best of `share` entries; the last program of a line takes the best of them."""
-    begin_after(PDL)
+    """Program (line, split): the best of `share` entries; the last program of a line takes the best of them.
+
+    All but the logits is there before: the pass began whole, behind the commit. So the noise of the first tile is ready
+    when the logits are.
+    """
+    end_before(PDL)
     line, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + line)
     total = tl.load(total_len + row)
+    live = (tl.load(sample_of + line) >= 0) & (tl.load(lengths + line) > 0)
     temperature = tl.load(temperatures + row) * noise
     low, high = stream_key(tl.load(seeds + row), total.to(tl.int64) + place)
     greedy = temperature == 0.0
     inverse = tl.where(greedy, 1.0, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)))
     amount = tl.where(greedy, 0.0, 1.0)
     start = split * share
+    at = start + tl.arange(0, TILE)
+    token, own_noise = _noise_of(ids, at, num_places, low, high, amount, MAPPED)
     best, best_id = tl.full((TILE,), float("-inf"), tl.float32), tl.full((TILE,), 0, tl.int32)
     logits += line * logits_row
+    wait_before(PDL)
     for index in range(tl.cdiv(tl.minimum(share, num_places - start), TILE)):
-        at = start + index * TILE + tl.arange(0, TILE)
+        if index > 0:
+            at += TILE
+            token, own_noise = _noise_of(ids, at, num_places, low, high, amount, MAPPED)
         x = tl.load(logits + at, mask=at < num_places, other=float("-inf"))
-        token = tl.load(ids + at, mask=at < num_places, other=0).to(tl.int32) if MAPPED else at
-        score = tl.fma(x, inverse, gumbel(uniform_words(low, high, token.to(tl.uint32))) * amount)
+        score = tl.fma(x, inverse, own_noise)
         score = tl.where(x == x, score, float("-inf"))
         better = (score > best) | ((score == best) & (token < best_id))
         best_id = tl.where(better, token, best_id)
@@ -68,10 +84,10 @@ def _draw_drafts(
             top = tl.max(value, 0)
             winner = tl.min(tl.where(value == top, code, 2147483647), 0)
             tl.store(arrived + line, 0)
-        token = tl.where(top > float("-inf"), winner, 0)
-        tl.store(drafts + line, token.to(tl.int64))
-        inside = (tl.load(sample_of + line) >= 0) & (tl.load(lengths + line) > 0) & (total + place < width)
-        tl.store(token_ids + row * width + total + place, token, mask=inside)
+        winner = tl.where(top > float("-inf"), winner, 0)
+        tl.store(drafts + line, winner.to(tl.int64))
+        inside = live & (total + place < width)
+        tl.store(token_ids + row * width + total + place, winner, mask=inside)
 
 
 def draw_drafts(
