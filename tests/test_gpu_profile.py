@@ -69,6 +69,7 @@ def test_what_a_step_of_layers_with_states_cannot_do_without() -> None:
     [
         ("mamba2_scan", "states"),
         ("delta_blocks", "states"),
+        ("delta_decode", "states"),
         ("scan_gates", "states"),
         ("normalize_keys", "states"),
         ("_norm_groups", "norms, rotation, activation"),

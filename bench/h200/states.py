@@ -309,25 +309,6 @@ def convolutions(counts: Sequence[int]) -> str:
     return f"us: {', '.join(found)}; bytes {4 * channels * tokens / READS:.0f}"
 
 
-def decode_choices(name: str, counts: Sequence[int], computed: int) -> str:
-    """Microseconds of the delta rule's decoding with other registers and channels, and with other warps of a block."""
-    from octavo.states import gpu
-
-    before, found = (gpu._DELTA_TILES["decode"], gpu._DELTA_REGISTERS, gpu._BLOCK_WARPS), []
-    for tile, registers, warps in (
-        ((64, 4), 128, 4),
-        ((64, 4), None, 4),
-        ((32, 4), None, 4),
-        ((64, 4), 128, 2),
-    ):
-        gpu._DELTA_TILES["decode"], gpu._DELTA_REGISTERS, gpu._BLOCK_WARPS = tile, registers, warps
-        us, parts = timed(name, counts, computed)
-        kernels = ", ".join(f"{key[6:11]} {took:.0f}" for key, took in parts.items() if key[:6] == "delta_")
-        found.append(f"{tile[0]}x{tile[1]} {registers} {warps}: {us:.0f} ({kernels})")
-    gpu._DELTA_TILES["decode"], gpu._DELTA_REGISTERS, gpu._BLOCK_WARPS = before
-    return "; ".join(found)
-
-
 @contextlib.contextmanager
 def compiled() -> Iterator[list[str]]:
     """Names of the kernels that Triton compiles within, and does not find on disk."""
@@ -373,6 +354,14 @@ def engine(dtype: str) -> str:
     return f"{'SAME BITS' if found[0] == found[1] else 'BITS DIFFER'}; {'; '.join(texts)}"
 
 
+def show_table() -> None:
+    """All lines."""
+    where = "a CPU, interpreted" if DRY else torch.cuda.get_device_name()
+    print(f"\n{where}, {time.time() - BEGAN:.0f} s")
+    for name, text in table:
+        print(f"{name:<30} {text}")
+
+
 def main() -> None:
     """The parts that are asked for."""
     if "correct" in sys.argv:
@@ -392,13 +381,8 @@ def main() -> None:
                 for num_rows in (2,) if DRY else (64, 256):
                     given = [1] * num_rows, 70 if DRY else 160
                     attempt(f"candidates {name} decode {num_rows}", candidates, *given)
-            if name == "delta":
-                for num_rows in (2,) if DRY else (64, 256):
-                    counts = [1] * num_rows
-                    attempt(f"choices {name} decode {num_rows}", decode_choices, name, counts, 70 if DRY else 160)
-            attempt(f"tiles {name} decode 64", tiles, name, "decode", [1] * (2 if DRY else 64), 70 if DRY else 1056)
-            if name == "delta":  # the other's are above
-                attempt(f"tiles {name} prefill", tiles, name, "long", [33 if DRY else 4000] * (1 if DRY else 2), 0)
+                counts = [1] * (2 if DRY else 64)
+                attempt(f"tiles {name} decode 64", tiles, name, "decode", counts, 70 if DRY else 1056)
     if "prompts" in sys.argv:
         names = [name for name in ("conv", "mamba2") if name in sys.argv] or ["conv", "mamba2"]
         for name in names:
@@ -412,10 +396,7 @@ def main() -> None:
     if "engine" in sys.argv:
         for dtype in ("bfloat16", "float32"):
             attempt(f"engine {dtype}", engine, dtype)
-    where = "a CPU, interpreted" if DRY else torch.cuda.get_device_name()
-    print(f"\n{where}, {time.time() - BEGAN:.0f} s")
-    for name, text in table:
-        print(f"{name:<30} {text}")
+    show_table()
 
 
 if __name__ == "__main__":

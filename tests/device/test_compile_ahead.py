@@ -55,6 +55,10 @@ _OF_STATES = (
     "delta_blocks",
     "delta_scan",
     "delta_advance",
+    "delta_ready",
+    "delta_decode",
+    "delta_chunks",
+    "delta_walk",
 )
 LIMITS = StepLimits(max_num_rows=8, max_num_tokens=64, max_model_len=64)
 

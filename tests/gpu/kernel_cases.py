@@ -90,6 +90,12 @@ def _states(name: str, sizes: tuple[int, ...]) -> None:
             gpu_states_rig.check_decoding("cuda", name, dtype, sizes)
 
 
+def _deltas() -> None:
+    """States whose heads are cut in blocks, and such that are streamed."""
+    for sizes in ((2, 4, 40, 96), (2, 4, 24, 32)):
+        _states("delta", sizes)
+
+
 def _products() -> None:
     """The tiles of the table at every bound of it, and the rig's, on shapes that none divides."""
     weight = matmul_rig.heavy_tailed(70, 296, dtype=BF16, seed=1, device="cuda")
@@ -242,13 +248,17 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         ("scan.conv_gpu.short_convolution", "scan.conv_gpu.convolve_prompts"),
     ),
     "gated delta rule": (
-        functools.partial(_states, "delta", (2, 4, 40, 96)),
+        _deltas,
         (
             "scan.gates_gpu.normalize_keys",
             "scan.gates_gpu.scan_gates",
             "scan.delta_gpu.delta_blocks",
             "scan.delta_gpu.delta_scan",
             "scan.delta_gpu.delta_advance",
+            "scan.delta_decode_gpu.delta_ready",
+            "scan.delta_decode_gpu.delta_decode",
+            "scan.delta_walk_gpu.delta_chunks",
+            "scan.delta_walk_gpu.delta_walk",
         ),
     ),
     "Mamba-2": (

@@ -59,6 +59,15 @@ def walked() -> None:
         check_results("cpu", "mamba2", torch.float32, (70, 140), 64)
 
 
+def streamed() -> None:
+    """The delta rule's prompts that begin at borders, and its decoding, which only 16-bit types do so on a GPU."""
+    types = (torch.float32,)
+    with unittest.mock.patch.multiple(gpu, _STREAMED=types, _DELTA_WALKED=types):
+        check_results("cpu", "delta", torch.float32, (64, 150), 400)
+        check_results("cpu", "delta", torch.float32, (70, 140), 64, (1, 3, 16, 40))
+        check_decoding("cpu", "delta", torch.float32)
+
+
 def wide_convolution() -> None:
     """LFM3's, without silu."""
     check_results("cpu", "conv", torch.float32, (1, 6, 7, 70), 20, (40, 7, False))
@@ -127,6 +136,6 @@ _DECODED = {f"{name} decodes": lambda name=name: check_decoding("cpu", name, tor
 INTERPRETED = (
     {name: lambda name=name: interpreted(name) for name in MAKERS}
     | _DECODED
-    | {"a pack": packed_sequences, "mamba2 walks": walked}
+    | {"a pack": packed_sequences, "mamba2 walks": walked, "delta streams": streamed}
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}
 )

@@ -15,7 +15,9 @@ from octavo.ops.compile.launch import chained
 from octavo.ops.compile.row_sum import padded_length
 from octavo.ops.scan import ConvOperands, DeltaNetOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
 from octavo.ops.scan.conv_gpu import convolve_prompts, short_convolution
+from octavo.ops.scan.delta_decode_gpu import delta_decode, delta_ready
 from octavo.ops.scan.delta_gpu import delta_advance, delta_blocks, delta_scan
+from octavo.ops.scan.delta_walk_gpu import delta_chunks, delta_walk
 from octavo.ops.scan.gates_gpu import normalize_keys, scan_gates
 from octavo.ops.scan.kept import Form, form_of
 from octavo.ops.scan.mamba1_gpu import mamba1_scan
@@ -31,7 +33,7 @@ _CONV_TOKENS, _CONV_TILE, _CONV_REGISTERS = 16, 128, None
 _HEADS, _AHEAD = 32, 16  # of a program that sums gates; tokens that are on their way to it
 _FEW = 16  # tokens of a row that are a short step
 # Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
-_ADVANCING, _WALKING = "advance", "walk"
+_ADVANCING, _WALKING, _STREAMING = "advance", "walk", "stream"
 _MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING: (64, 4), _ADVANCING: (32, 8)}
 # Of Mamba-2's prompts: chunks that are on their way or used; types whose chunks are walked, for float32 would spill.
 _WALK_STAGES, _WALKED = 2, (torch.bfloat16, torch.float16)
@@ -39,10 +41,24 @@ _WALK_REGISTERS: int | None = None
 # Of Mamba-2 where rows decode: heads of a program at most, programs that keep a GPU busy, heads whose states are on
 # their way or used, registers of a thread (three programs of four warps a processor).
 _DECODE_HEADS, _DECODE_PROGRAMS, _DECODE_STAGES, _DECODE_REGISTERS = 8, 1024, 2, 168
-_DELTA_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _ADVANCING: (32, 8)}
+_DELTA_TILES = {
+    "decode": (64, 4),
+    "short": (64, 8),
+    "long": (64, 8),
+    _STREAMING: (32, 4),
+    _WALKING: (32, 4),
+    _ADVANCING: (32, 8),
+}
+# Of its prompts: chunks that are on their way or used; types whose chunks are walked.
+_DELTA_STAGES, _DELTA_WALKED = 2, (torch.bfloat16, torch.float16)
 _MOST_STATES, _FEW_CHANNELS = 128, 32  # of float32: with more states, more channels do not fit a Hopper's shared memory
 _PARTS = 32  # programs of a row that advance states, which few rows do in a step
-_BLOCK_WARPS = 4
+_GROUP = 8  # rows that a program of the delta rule looks through for such
+_BLOCK_WARPS, _CHUNK_WARPS, _CHUNK_REGISTERS = 4, 8, 128
+# Of the delta rule where rows decode: types whose states are streamed; tiles of a program at most, programs that keep a
+# GPU busy, registers of a thread (four programs a processor); warps and registers where one of keys is made ready.
+_STREAMED = (torch.bfloat16, torch.float16)
+_STREAM_TILES, _STREAM_PROGRAMS, _STREAM_REGISTERS, _READY_WARPS, _READY_REGISTERS = 4, 512, 128, 4, 128
 _DELTA_REGISTERS: int | None = 128  # of a thread: four programs of 16-bit types a processor, 32 kB of states each
 _DELTA_FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM")
 _PLAIN: dict[str, Any] = {"enable_fp_fusion": False}  # so that no kernel rounds less than another
@@ -90,6 +106,8 @@ class GpuStates:
         keys, values = rule.key_size, rule.value_size
         told = self._tell(own, "delta", ("state",), DELTA_INPUTS, (values, keys, values, values, 1, 1))
         step, heads = own.inputs, rule.num_heads
+        if step.max_query_len == 1 and qkv.dtype in _STREAMED and _is_streamable(told, keys):
+            return self._decode_delta(own, told, rule, qkv, a, b)
         count, num_rows, padded = len(qkv), len(step.rows), padded_length(keys)
         query, key = (qkv.new_empty(count, rule.num_key_heads, keys) for _ in range(2))  # each aligned, at any length
         out = qkv.new_empty(count, heads * values)
@@ -98,18 +116,64 @@ class GpuStates:
             grid = count, rule.num_key_heads
             normalize_keys[grid](qkv, qkv.stride(0), query, key, keys**-0.5, **norms, num_warps=1, **_PLAIN)
         total, rate = self._gates(own, told, a, b, rule.decay, rule.dt_bias, (0.0, 0.0), slots=(4, 5))
-        made = self._blocks(own, told, rule, query, key, total, rate)
+        walks = (
+            step.max_query_len > _FEW and own.chunk == 64 and qkv.dtype in _DELTA_WALKED and _is_streamable(told, keys)
+        )
+        made = self._blocks(own, told, rule, query, key, total, rate, walks)
         forms = dict(zip(_DELTA_FORMS, told.forms, strict=True))
         kind = _kind_of(step.max_query_len)
+        if walks:  # rows that begin at a border
+            state, key_kept, value_kept, update, _, _ = told.kept
+            named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM")}
+            wide, warps = _delta_tile(values, _WALKING)
+            delta_walk[heads * -(-values // wide), num_rows](
+                query, key, qkv[:, 2 * rule.num_key_heads * keys :], qkv.stride(0), total, rate, *made, out,
+                step.rows, step.query_start, step.seq_lens, *told.tables, state, key_kept, value_kept, update,
+                *told.firsts, **_delta_shape(own, rule, qkv), **named, VALUE_SIZE=values, TILE=wide,
+                STAGES=_DELTA_STAGES, num_warps=warps, num_stages=1, **_PLAIN,
+            )  # fmt: skip
         tile, _ = _delta_tile(values, kind)
         delta_scan[heads * -(-values // tile), num_rows](
             query, key, qkv[:, 2 * rule.num_key_heads * keys :], qkv.stride(0), total, rate, *made, out,
             step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
             **_delta_shape(own, rule, qkv), **forms, VALUE_SIZE=values, TILE=tile,
-            ADVANCE=step.max_query_len > 1, num_stages=1, **_delta_program(qkv, kind), **_PLAIN,
+            ADVANCE=step.max_query_len > 1, WALKED=walks, num_stages=1, **_delta_program(qkv, kind), **_PLAIN,
         )  # fmt: skip
         if step.max_query_len == 1:
             self._advance_delta(own, told, rule, qkv)
+        return out
+
+    def _decode_delta(
+        self, own: LayerStates, told: _Told, rule: DeltaOperands, qkv: Tensor, a: Tensor, b: Tensor
+    ) -> Tensor:
+        """Where every row has one token: what needs no state, then states as they come."""
+        step, heads, key_heads = own.inputs, rule.num_heads, rule.num_key_heads
+        keys, values = rule.key_size, rule.value_size
+        num_rows, per = len(step.rows), rule.num_heads // rule.num_key_heads
+        padded, pdl = padded_length(keys), chained(qkv.device)
+        out = qkv.new_empty(len(qkv), heads * values)
+        query, key = qkv.new_empty(2, num_rows, key_heads, keys)
+        before, factor = qkv.new_empty(num_rows, heads, 16, own.chunk), qkv.new_empty(num_rows, heads, own.chunk)
+        factors, below = (torch.empty(num_rows, heads, width, device=qkv.device) for width in (48, 256))
+        state, key_kept, value_kept, update, total, rate = told.kept
+        forms, shape = dict(zip(_DELTA_FORMS, told.forms, strict=True)), _delta_shape(own, rule, qkv)
+        given = step.rows, step.query_start, step.seq_lens
+        named = {name: forms[name] for name in ("KEY_FORM", "TOTAL_FORM", "RATE_FORM")}
+        delta_ready[key_heads, num_rows](
+            qkv, qkv.stride(0), a, a.stride(0), b, b.stride(0), rule.decay, rule.dt_bias, keys**-0.5,
+            query, key, before, factor, factors, below, *given, *told.tables[2:], key_kept, total, rate,
+            told.firsts[1], **shape, **named, LEVELS=padded.bit_length() - 1, LANES=16 * (1 << (per - 1).bit_length()),
+            num_warps=_READY_WARPS, maxnreg=_READY_REGISTERS, num_stages=1, **_PLAIN, **pdl,
+        )  # fmt: skip
+        wide, warps = _delta_tile(values, _STREAMING)
+        tiles = -(-values // wide)
+        named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM")}
+        delta_decode[heads * tiles // _tiles_of(per * tiles, num_rows * heads * tiles), num_rows](
+            query, key, before, factor, factors, qkv[:, 2 * key_heads * keys :], qkv.stride(0), out, *given,
+            *told.tables, state, key_kept, value_kept, update, *told.firsts, **shape, **named, VALUE_SIZE=values,
+            TILE=wide, num_warps=warps, maxnreg=_STREAM_REGISTERS, num_stages=1, **_PLAIN, **pdl,
+        )  # fmt: skip
+        self._advance_delta(own, told, rule, qkv)
         return out
 
     def _advance_delta(self, own: LayerStates, told: _Told, rule: DeltaOperands, qkv: Tensor) -> None:
@@ -118,10 +182,12 @@ class GpuStates:
         state, key, _, update, total, _ = told.kept
         forms = dict(zip(_DELTA_FORMS, told.forms, strict=True))
         named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "UPDATE_FORM", "TOTAL_FORM")}
-        delta_advance[_PARTS, len(step.rows)](
-            step.rows, step.query_start, step.seq_lens, *told.tables, state, key, update, total, *told.firsts,
-            **_delta_shape(own, rule, qkv), VALUE_SIZE=values, TILE=_delta_tile(values, _ADVANCING)[0], PARTS=_PARTS,
-            **named, num_warps=_DELTA_TILES[_ADVANCING][1], num_stages=1, **_PLAIN,
+        num_rows = len(step.rows)
+        delta_advance[_PARTS, -(-num_rows // _GROUP)](
+            step.rows, step.query_start, step.seq_lens, num_rows, *told.tables, state, key, update, total,
+            *told.firsts, **_delta_shape(own, rule, qkv), VALUE_SIZE=values, TILE=_delta_tile(values, _ADVANCING)[0],
+            PARTS=_PARTS, GROUP=_GROUP, **named, num_warps=_DELTA_TILES[_ADVANCING][1], num_stages=1, **_PLAIN,
+            **chained(qkv.device),
         )  # fmt: skip
 
     def _blocks(
@@ -133,8 +199,9 @@ class GpuStates:
         key: Tensor,
         total: Tensor,
         rate: Tensor,
+        by_chunk: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `delta_blocks` makes of the step's blocks of 16 tokens."""
+        """What `delta_blocks` makes of the step's blocks of 16 tokens; by_chunk: `delta_chunks` makes it."""
         step, heads = own.inputs, rule.num_heads
         is_one, num_rows = step.max_query_len == 1, len(step.rows)
         blocks = num_rows if is_one else len(query) // 16 + 2 * num_rows  # at most; see delta_blocks
@@ -143,6 +210,16 @@ class GpuStates:
         _, key_kept, _, _, total_kept, rate_kept = told.kept
         forms = dict(zip(_DELTA_FORMS, told.forms, strict=True))
         named = {name: forms[name] for name in ("KEY_FORM", "TOTAL_FORM", "RATE_FORM")}
+        if by_chunk:
+            per = heads // rule.num_key_heads
+            delta_chunks[len(query) // own.chunk + 2 * num_rows, rule.num_key_heads, 2](
+                query, key, total, rate, before, factor, inverse, torch.empty_like(inverse), step.rows,
+                step.query_start, step.seq_lens, num_rows, *told.tables[2:], key_kept, total_kept, rate_kept,
+                told.firsts[1], **_delta_shape(own, rule, query), **named,
+                LANES=own.chunk * (1 << (per - 1).bit_length()), num_warps=_CHUNK_WARPS, maxnreg=_CHUNK_REGISTERS,
+                num_stages=1, **_PLAIN,
+            )  # fmt: skip
+            return before, factor, inverse
         delta_blocks[blocks, heads, 3](
             query, key, total, rate, before, factor, inverse, step.rows, step.query_start, step.seq_lens, num_rows,
             *told.tables[2:], key_kept, total_kept, rate_kept, told.firsts[1], **_delta_shape(own, rule, query),
@@ -328,6 +405,17 @@ def _mamba2_tile(size: int, kind: str, states: int, x: Tensor) -> tuple[int, int
 def _delta_tile(size: int, kind: str) -> tuple[int, int]:
     """The same of the delta rule."""
     return min(_DELTA_TILES[kind][0], padded_length(size)), _DELTA_TILES[kind][1]
+
+
+def _is_streamable(told: _Told, keys: int) -> bool:
+    """Whether a head's state lies in one line, and what a token brings too."""
+    return not told.forms[0][5] % keys and all(form[4] == 1 for form in told.forms[1:])
+
+
+def _tiles_of(alike: int, tiles: int) -> int:
+    """How many of `tiles` a program takes: as many as leave enough programs, and divide those of a key evenly."""
+    most = max(1, min(_STREAM_TILES, tiles // _STREAM_PROGRAMS))
+    return next(n for n in range(most, 0, -1) if alike % n == 0)
 
 
 def _delta_program(x: Tensor, kind: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The gated delta rule over the open chunk, on a GPU: prefill, decode and verification are the same two kernels.
+"""The gated delta rule over the open chunk, on a GPU: two kernels for any step, whose formula others share.
 
 Owns the kernels and their order. A chunk's tokens are taken in blocks of 16, from the chunk's begin. With S the state
 at the border, G the summed logarithms of what is left, and U the updates of the chunk's blocks before block b,
@@ -11,9 +11,9 @@ so that a row needs the rows up to it alone: a decoded token computes its block 
 `delta_blocks` makes M, T and the factors of o, for all blocks side by side; `delta_scan` walks the chunks. The state is
 read once, and written at a chunk's end: by `delta_advance` where every row decodes one token, since `delta_scan` with
 that takes twice the registers. Products are of the model's type with float32 sums, but for T's, which is float32 (tf32
-for 16-bit models). Prompts take a block of 16 tokens at a time, as decoding does: on a Hopper a product of 64 rows in
-tf32 has other bits now and then than one of 16. Invariants: a factor of 0 adds nothing, and rows beyond the end change
-none before.
+for 16-bit models), and takes 16 rows: on a Hopper a product of 64 rows in tf32 has other bits now and then. Where rows
+decode, `octavo.ops.scan.delta_decode_gpu` does the same, for prompts from a border on `octavo.ops.scan.delta_walk_gpu`.
+Invariants: a factor of 0 adds nothing, and rows beyond the end change none before.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.ops.compile.launch import launched
+from octavo.ops.compile.launch import launched, wait_before
 from octavo.ops.scan.kept import PLACES, keep, numbers, read_state, row_of, state_at, tokens, turned, write_state
 
 
@@ -36,6 +36,22 @@ def unit_inverse(below):
         row = tl.sum(tl.where(place[:, None] == i, inverse, 0.0), 0)
         inverse -= column[:, None] * row[None, :]
     return inverse
+
+
+@triton.jit
+def inverse_rows(below, column, is_there):
+    """The 16 rows of (I + below)^-1, [lanes] each, where a lane has one column of one triangle [16, 16] float32.
+
+    below: [lanes], where a lane's triangle begins in memory. The order of sums is `unit_inverse`'s, whose other
+    subtractions are of 0.
+    """
+    rows = (tl.where(column == 0, 1.0, 0.0),)
+    for line in tl.static_range(1, 16):
+        row = tl.where(column == line, 1.0, 0.0)
+        for other in tl.static_range(0, line):
+            row -= tl.load(below + line * 16 + other, mask=is_there, other=0.0) * rows[other]
+        rows = rows + (row,)  # noqa: RUF005 - Triton knows no stars
+    return rows
 
 
 @launched(triton.jit(do_not_specialize=["num_rows", "input_columns", "input_first"]))
@@ -202,16 +218,17 @@ def delta_scan(
     RATE_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
     ADVANCE: tl.constexpr,
+    WALKED: tl.constexpr,
 ):
     """One row of the step, one head, TILE channels of the values; a block of 16 tokens at a time.
 
-    ADVANCE: write states, too; without, every row has one token.
+    ADVANCE: write states, too; without, every row has one token. WALKED: rows that begin at a border are another's.
     """
     row, tiles = tl.program_id(1), tl.cdiv(VALUE_SIZE, TILE)
     head = tl.program_id(0) // tiles
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
     computed = end - (tl.load(query_start + row + 1) - token)
-    if (computed >= end) | (computed < 0):  # nothing, or a row of padding
+    if (computed >= end) | (computed < 0) | (WALKED & (computed % CHUNK == 0)):  # nothing, padding, or another's
         return
     table_row = tl.load(rows + row)
     states = state_table + table_row * state_columns
@@ -281,11 +298,12 @@ def delta_scan(
             u_all = tl.zeros((CHUNK, TILE), kind)
 
 
-@launched(triton.jit(do_not_specialize=PLACES))
+@launched(triton.jit(do_not_specialize=["num_rows", *PLACES]))
 def delta_advance(
     rows,
     query_start,
     seq_lens,
+    num_rows,
     state_table,
     state_columns,
     input_table,
@@ -306,23 +324,29 @@ def delta_advance(
     VALUE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
+    GROUP: tl.constexpr,
     STATE_FORM: tl.constexpr,
     KEY_FORM: tl.constexpr,
     UPDATE_FORM: tl.constexpr,
     TOTAL_FORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Every PARTS-th head of a row that decoded one token: if that ends a chunk, the state behind it."""
-    row, tiles = tl.program_id(1), tl.cdiv(VALUE_SIZE, TILE)
-    end = tl.load(seq_lens + row)
-    if (end % CHUNK != 0) | (tl.load(query_start + row + 1) == tl.load(query_start + row)):
-        return
-    table_row = tl.load(rows + row)
-    states = state_table + table_row * state_columns
-    of_row = (input_table + table_row * input_columns, input_first, 0, end, end, BLOCK)  # all of the chunk is kept
-    width, place, begin = tl.arange(0, KEY_PADDED), tl.arange(0, CHUNK), end - CHUNK
-    within = width < KEY_SIZE
-    for part in range(tl.program_id(0), HEADS * tiles, PARTS):
-        head, channel = part // tiles, part % tiles * TILE + tl.arange(0, TILE)
+    """Every PARTS-th head of GROUP rows that decoded one token: of those that end a chunk, the state behind it."""
+    wait_before(PDL)
+    tiles, group = tl.cdiv(VALUE_SIZE, TILE), tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    is_row = group < num_rows
+    began = tl.load(query_start + group, mask=is_row, other=0)
+    is_row = is_row & (tl.load(query_start + group + 1, mask=is_row, other=0) > began)
+    is_asked = is_row & (tl.load(seq_lens + group, mask=is_row, other=1) % CHUNK == 0)
+    rank = tl.cumsum(is_asked.to(tl.int32), 0)
+    width, place = tl.arange(0, KEY_PADDED), tl.arange(0, CHUNK)
+    within, count = width < KEY_SIZE, tl.sum(is_asked.to(tl.int32), 0)
+    for part in range(tl.program_id(0), count * HEADS * tiles, PARTS):  # of two loops ptxas leaves registers unset
+        row = tl.sum(tl.where(is_asked & (rank == part // (HEADS * tiles) + 1), group, 0), 0)
+        end, table_row = tl.load(seq_lens + row), tl.load(rows + row)
+        states, begin = state_table + table_row * state_columns, end - CHUNK
+        of_row = (input_table + table_row * input_columns, input_first, 0, end, end, BLOCK)  # all of the chunk is kept
+        head, channel = part // tiles % HEADS, part % tiles * TILE + tl.arange(0, TILE)
         key_head, inside = head // (HEADS // KEY_HEADS), channel < VALUE_SIZE
         kept_states = (state_kept, states, state_first, head * KEY_SIZE + width, channel, within, inside)
         state = read_state(kept_states, begin, STATE_FORM, VALUE_SIZE, CHUNK)

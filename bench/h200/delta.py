@@ -1,0 +1,125 @@
+"""The gated delta rule on a GPU, one part a call: `python bench/h200/delta.py PART [--dry]`.
+
+bits: over cuts, batches and rejected drafts, with the kernels that stream states and walk prompts and without. decode,
+prompts: microseconds beside what bytes or operations take. choices, walks: of both by tiles, stages, warps and
+registers, with the bits of prompts beside those of blocks. A table comes last. See states.py for --dry.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+
+import states  # which finds the tests' rigs
+
+DRY = states.DRY
+DTYPE = states.F32 if DRY else states.BF16
+
+# Of the delta rule's decoding: channels and warps of a tile, registers, tiles of a program at most; warps and registers
+# of a program that makes a head of the keys ready. None of it moves a bit.
+DECODES = (
+    ((32, 4), 128, 4, 4, 128),
+    ((32, 4), 128, 8, 4, 80),
+    ((64, 8), 128, 2, 4, 64),
+    ((64, 8), 128, 4, 2, 168),
+    ((64, 4), 168, 4, 4, 96),
+    ((64, 4), 128, 4, 4, 128),
+)
+
+
+def decode_choices(counts: Sequence[int], computed: int) -> str:
+    """Microseconds of the delta rule's decoding by `DECODES`, of the ready kernel, of the stream, and as it was."""
+    from octavo.states import gpu
+
+    names = "_STREAM_REGISTERS", "_STREAM_TILES", "_READY_WARPS", "_READY_REGISTERS", "_STREAMED"
+    before, tiles, found = [getattr(gpu, name) for name in names], gpu._DELTA_TILES, []
+    tile = tiles[gpu._STREAMING]
+    for choice in (*DECODES, None):
+        tiles[gpu._STREAMING], *values = (*choice, before[4]) if choice else (tile, *before[:4], ())
+        for key, value in zip(names, values, strict=True):
+            setattr(gpu, key, value)
+        with contextlib.suppress(RuntimeError):  # it needs more shared memory than there is
+            us, parts = states.timed("delta", counts, computed)
+            kernels = " ".join(f"{took:.0f}" for key, took in sorted(parts.items()) if key[:6] == "delta_")
+            said = f"{choice[0][0]}x{choice[0][1]} {choice[1:]}" if choice else "not streamed"
+            found.append(f"{said}: {us:.1f} ({kernels})")
+    for key, value in zip(names, before, strict=True):
+        setattr(gpu, key, value)
+    tiles[gpu._STREAMING] = tile
+    return "\n      ".join(found)
+
+
+# Of the delta rule's prompts: channels and warps of a walk, chunks on their way or used; warps and registers where
+# chunks are made ready. None of it moves a bit.
+WALKS = (
+    ((32, 4), 2, 8, 128),
+    ((32, 4), 3, 8, 128),
+    ((64, 8), 2, 4, 255),
+    ((16, 4), 2, 8, 255),
+)
+
+
+def walk_choices(counts: Sequence[int]) -> str:
+    """Microseconds of the delta rule's prompts by `WALKS`, of its kernels, and as it is without."""
+    from octavo.states import gpu
+
+    names = "_DELTA_STAGES", "_CHUNK_WARPS", "_CHUNK_REGISTERS", "_DELTA_WALKED"
+    before, tiles, found = [getattr(gpu, name) for name in names], gpu._DELTA_TILES, []
+    tile = tiles[gpu._WALKING]
+    gpu._DELTA_WALKED = ()
+    expected = states.made("delta", counts)[:1]
+    for choice in (*WALKS, None):
+        tiles[gpu._WALKING], *values = (*choice, before[3]) if choice else (tile, *before[:3], ())
+        for key, value in zip(names, values, strict=True):
+            setattr(gpu, key, value)
+        with contextlib.suppress(RuntimeError):  # it needs more shared memory than there is
+            us, parts = states.timed("delta", counts, 0)
+            said = f"{choice[0][0]}x{choice[0][1]} {choice[1:]}" if choice else "not walked"
+            same = states.is_same(states.made("delta", counts)[:1], expected)
+            found.append(f"{said}: {us:.0f}{same} [{states.shown(parts)}]")
+    for key, value in zip(names, before, strict=True):
+        setattr(gpu, key, value)
+    tiles[gpu._WALKING] = tile
+    return "\n      ".join(found)
+
+
+def bits_without(*off: str) -> str:
+    """Results that differ between cuts of prompts, where some kernels are not used."""
+    from octavo.states import gpu
+
+    before = [getattr(gpu, each) for each in off]
+    for each in off:
+        setattr(gpu, each, ())
+    try:
+        return states.bits("delta", DTYPE)
+    finally:
+        for each, value in zip(off, before, strict=True):
+            setattr(gpu, each, value)
+
+
+def main() -> None:
+    """The parts that are asked for."""
+    prompts = ([70],) if DRY else ([8192], [512] * 16, [4000] * 2)
+    if "bits" in sys.argv:
+        states.attempt("accuracy", states.accuracy, "delta", DTYPE)
+        states.attempt("bits", states.bits, "delta", DTYPE)
+        states.attempt("bits, not walked", bits_without, "_DELTA_WALKED")
+        states.attempt("bits, nor streamed", bits_without, "_DELTA_WALKED", "_STREAMED")
+    if "decode" in sys.argv:
+        for num_rows, computed in ((1, 70),) if DRY else ((1, 1056), (64, 1056), (64, 1087), (256, 160)):
+            states.attempt(f"decode {num_rows} rows at {computed}", states.decode, "delta", num_rows, computed)
+    if "prompts" in sys.argv:
+        for counts in prompts:
+            states.attempt(f"{len(counts)} x {counts[0]}", states.prefill, "delta", len(counts), counts[0])
+    if "choices" in sys.argv:
+        for num_rows in (2,) if DRY else (64, 256):
+            states.attempt(f"decode {num_rows}", decode_choices, [1] * num_rows, 70 if DRY else 160)
+    if "walks" in sys.argv:
+        for counts in prompts[:2]:
+            states.attempt(f"walk {len(counts)} x {counts[0]}", walk_choices, counts)
+    states.show_table()
+
+
+if __name__ == "__main__":
+    main()
