@@ -179,6 +179,22 @@ def test_what_fails_in_a_step_ends_its_own_request(
     assert llm.generate([prompts[0]], good[0])[0].outputs == alone[0]
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_states_of_others_do_not_advance_twice_in_a_step_that_fails(asynchronous: bool) -> None:
+    """The second state of a row may take the place of the first, if no step of it is computed again."""
+    fields = {"attention_backend": "reference", "attention_mods": FAILING, "enable_prefix_caching": False}
+    model, limits = "octavo-tiny-hybrid", {**LIMITS, "max_model_len": 160, "max_num_batched_tokens": 256}
+    with LLM(model, dtype="float32", async_scheduling=asynchronous, **limits, **fields) as llm:
+        good, wrong = (
+            SamplingParams(max_tokens=22, temperature=0, logprobs=0, ignore_eos=True, extra_args={"kinds": kinds})
+            for kinds in ([0], [0] * 127 + [3])
+        )
+        alone = llm.generate([[5, 6, 7] * 37], good)[0].outputs
+        beside, failed = llm.generate([[5, 6, 7] * 37, [9] * 111], [good, wrong])
+        assert failed.outputs[0].finish_reason == "error"
+        assert beside.outputs == alone
+
+
 @pytest.mark.parametrize("error", [KeyError, SystemExit])
 def test_a_mod_that_fails_for_everybody_leaves_the_engine(make_llm: Callable[..., LLM], error: type) -> None:
     broken: list[int] = []

@@ -31,7 +31,10 @@ class Advancing:
     def __init__(
         self, groups: Sequence[CacheGroup], policies: Sequence[Policy], pool: BlockPool, *, is_on: bool
     ) -> None:
-        """policies: of the groups, in order. is_on: no row has drafts, and no connector reads its states."""
+        """policies: of the groups, in order.
+
+        is_on: no row has drafts, no connector reads its states, and no step is tried twice.
+        """
         self._groups, self._pool, self._is_on = list(zip(groups, policies, strict=True)), pool, is_on
         self._num_plain = sum(group.parts.blocks for group in groups if group.is_attention)
         self._inputs = [group for group in groups if group.kind == "inputs"]

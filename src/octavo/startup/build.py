@@ -112,7 +112,9 @@ def build_core(
     identity, shared = _identify(engine_facts, executor) if leaves else (LOCAL, dict[str, str]())
     connector = _connect(kind, transfer, plan, identity, shared, executor)
     core = EngineCore(
-        _make_scheduler(resolved, plan, secret, identity, connector, transfer),
+        _make_scheduler(
+            resolved, plan, secret, identity, connector, transfer, has_mods=config.attention_mods is not None
+        ),
         executor,
         eos_token_ids=engine_facts.eos_token_ids,
         seed=resolved.seed,
@@ -196,8 +198,13 @@ def _make_scheduler(
     identity: CacheIdentity,
     connector: Connector,
     transfer: KVTransferConfig,
+    *,
+    has_mods: bool,
 ) -> Scheduler:
-    """Raises ConfigError where what is remembered of so many blocks takes too much memory."""
+    """has_mods: a user's, which may fail.
+
+    Raises ConfigError where what is remembered of so many blocks takes too much memory.
+    """
     caching = resolved.enable_prefix_caching
     try:
         kv = KVManager(
@@ -207,7 +214,8 @@ def _make_scheduler(
             secret=secret,
             identity=identity,
             num_next_tokens=plan.limits.num_next_tokens,
-            advances=not plan.limits.max_num_drafts and connector is NO_CONNECTOR,
+            # a step in which a row's mods fail is computed again for the others
+            advances=not plan.limits.max_num_drafts and connector is NO_CONNECTOR and not has_mods,
         )
     except MemoryError:
         free, total = map(show_bytes, probe.memory_bytes())
