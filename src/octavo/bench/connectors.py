@@ -28,8 +28,8 @@ from octavo.startup import probe
 
 _REPEATS = 3
 _NUM_ARRIVALS = 16  # prompts that move beside decoding, as many at once as there are rows for
-_NUM_SPARE = 4  # these rows
-_WARM, _ALONE = 40, 100  # steps: before a phase, and of one that nobody joins
+_NUM_SPARE = 8  # these rows
+_WARM, _ALONE, _SAVING = 40, 100, 24  # steps: before a phase, of one that nobody joins, of one with saves
 
 
 def _host(**extra: int) -> dict[str, Any]:
@@ -80,19 +80,20 @@ def first_tokens(shape: str, length: int, fields: dict[str, Any]) -> dict[str, f
         for name, config in (("host", _host(cpu_bytes_to_use=2 << 30)), ("files", _storage(folder))):
             with dummy_model(shape, max_model_len=length + 64, kv_transfer_config=config, **fields) as llm:
                 computed = [_first_token(llm, prompt) for prompt in prompts][1:]
-                hits, loads = [], []
+                hits, loads, owns = [], [], []
                 for prompt in prompts:
                     llm.reset_prefix_cache()
                     before = _settle(llm)
                     hits.append(_first_token(llm, prompt))
+                    owns.append(_first_token(llm, prompt))
                     loads.append(_settle(llm).load_seconds - before.load_seconds)
-                own = [_first_token(llm, prompt) for prompt in prompts][1:]
-                loaded = llm.engine.scheduler.stats().num_loaded_tokens
-            assert loaded >= len(prompts) * (length - 64), "what was measured as a hit is one"
+                stats = llm.engine.scheduler.stats()
+            assert not stats.num_load_failures, "a load that fails ends no prompt early"
+            assert stats.num_loaded_tokens >= len(prompts) * (length - 64), "what was measured as a hit is one"
             found[f"{name}_computed_s"] = statistics.median(computed)
             found[f"{name}_hit_s"] = statistics.median(hits[1:])
             found[f"{name}_load_s"] = statistics.median(loads[1:])  # of that, from the order to the end
-            found[f"{name}_own_hit_s"] = statistics.median(own)  # from the cache: what is left without a load
+            found[f"{name}_own_hit_s"] = statistics.median(owns[1:])  # from the cache: what is left without a load
             found[f"{name}_times_faster"] = found[f"{name}_computed_s"] / found[f"{name}_hit_s"]
     return found
 
@@ -160,9 +161,10 @@ class _Phases:
 def beside_decode(shape: str, length: int, fields: dict[str, Any], *, num_rows: int) -> dict[str, float]:
     """Tokens/s of `num_rows` that decode, and GB/s of copies beside them.
 
-    alone: nobody joins. loading: prompts come, one behind the other, whose blocks are in host memory. hits: as many
-    come at the same steps, whose blocks are in the cache: what others than copies cost. saving: as hits, and their
-    blocks go to host memory. Shares: of alone; beside_loads and beside_saves of hits, which is what copies alone cost.
+    alone: nobody joins. loading: prompts come whose blocks are in host memory. hits: as many come at the same steps,
+    whose blocks are in the cache: what others than copies cost. saving, hits_at_once: prompts come at once whose blocks
+    are in the cache, and go to host memory, or are there. Shares: of alone; beside_loads and beside_saves of what has
+    as many hits, which is what copies alone cost.
     """
     vocab, blocks = SHAPES[shape]["vocab_size"], DEFAULT_BLOCK_SIZE[fields["device"]]
     rows, others = _prompts(num_rows, 64, vocab, 2), _prompts(_NUM_ARRIVALS, length, vocab, 3)
@@ -179,7 +181,8 @@ def beside_decode(shape: str, length: int, fields: dict[str, Any], *, num_rows: 
         for prompt in others:
             _first_token(llm, prompt)
         phases, at_once = _Phases(llm, rows, others), [_NUM_ARRIVALS]
-        phases.run("warm", at_once)  # what steps of these shapes need is made
+        for arrivals in (at_once, [1] * _NUM_ARRIVALS):  # what steps of these shapes need is made
+            phases.run("warm", arrivals)
         phases.run("alone", [], _ALONE)
         assert llm.reset_prefix_cache(), "nobody runs"
         loaded = llm.engine.scheduler.stats().num_loaded_tokens
@@ -189,18 +192,23 @@ def beside_decode(shape: str, length: int, fields: dict[str, Any], *, num_rows: 
         rates = phases.rates | {"load_gb_s": phases.rate("loaded_bytes", "load_seconds")}
         stats = llm.engine.scheduler.stats()
         phases.run("hits", ended)
+        phases.run("hits_at_once", at_once, _SAVING)
         assert llm.engine.scheduler.loads.connector.reset(), "nothing moves"
-        phases.run("saving", ended)
+        phases.run("saving", at_once, _SAVING)
         rates |= phases.rates | {"save_gb_s": phases.rate("saved_bytes", "save_seconds")}
+        assert not llm.engine.scheduler.stats().num_load_failures, "what was measured has moved"
         found = llm.engine.scheduler.stats().num_prefix_hits - stats.num_prefix_hits
-        assert found >= 2 * len(others) * (length - blocks), "what was measured as hits of the cache are some"
+        assert found >= 3 * len(others) * (length - blocks), "what was measured as hits of the cache are some"
         phases.run("alone_again", [], _ALONE)
         rates |= phases.rates
-    alone, hits = max(rates["decode_alone_tok_s"], rates["decode_alone_again_tok_s"]), rates["decode_hits_tok_s"]
-    loading, saving = rates["decode_loading_tok_s"], rates["decode_saving_tok_s"]
-    shares = {"loading": loading / alone, "hits": hits / alone, "saving": saving / alone}
-    rates |= {f"decode_{name}_share": share for name, share in shares.items()}
-    return rates | {"beside_loads_share": loading / hits, "beside_saves_share": saving / hits}
+    alone = max(rates["decode_alone_tok_s"], rates["decode_alone_again_tok_s"])
+    names = ("loading", "hits", "saving", "hits_at_once")
+    share = {name: rates[f"decode_{name}_tok_s"] / alone for name in names}
+    rates |= {f"decode_{name}_share": share[name] for name in names}
+    return rates | {
+        "beside_loads_share": share["loading"] / share["hits"],
+        "beside_saves_share": share["saving"] / share["hits_at_once"],
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
