@@ -58,7 +58,7 @@ def check_bits_of_a_token_alone(device: torch.device, dtype: torch.dtype) -> Non
 
 def check_every_tile_has_the_same_bits(device: torch.device, dtype: torch.dtype) -> None:
     """Also large ones that are half empty, or less."""
-    x, experts, weight = _world(150, 3, device, dtype)
+    x, experts, weight = _world(200, 3, device, dtype)
     weights = ExpertWeights([LinearWeight(OUT, SIZE, "", part) for part in weight])
     found = []
     for rows in (8, 16, 32, 64, 128):
@@ -103,7 +103,7 @@ def check_tiles_hold_every_pair_once(device: torch.device, dtype: torch.dtype) -
 def check_gates_in_the_product(device: torch.device, dtype: torch.dtype) -> None:
     """The bits of the product and the activation behind it."""
     kind = torch.float16 if device.type == "cpu" or dtype == torch.float32 else dtype
-    for tokens, rows, activation in ((1, 8, "silu"), (30, 8, "gelu_tanh"), (30, 64, "silu")):
+    for tokens, rows, activation in ((1, 8, "silu"), (30, 8, "gelu_tanh"), (300, 64, "silu"), (300, 128, "silu")):
         x, experts, weight = _world(tokens, 2, device, kind)
         addresses = torch.tensor([part.data_ptr() for part in weight], device=device)
         groups = moe.group_pairs(experts, EXPERTS, rows)

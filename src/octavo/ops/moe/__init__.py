@@ -44,7 +44,7 @@ def run_experts(
 
         first, last = gate_up.weights[0].storage, down.weights[0].storage
         assert x.dtype in (first.dtype, torch.float32) and x.shape[1] == gate_up.k, "rows as the weights take them"
-        groups, ranks = moe.group_pairs(experts, len(gate_up.weights)), experts.shape[1]
+        groups, ranks = moe.group_pairs(experts, len(gate_up.weights), dtype=x.dtype), experts.shape[1]
         gated = activation if moe.serves_gate(x, activation) else ""
         inner = moe.grouped_linear(
             x, gate_up.addresses, first, groups, pairs_per_row=ranks, activation=gated, aligned=gate_up.aligned

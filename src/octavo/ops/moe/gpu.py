@@ -37,10 +37,12 @@ class Groups:
     direct: bool = False  # each pair is a tile; `order` is then not read, and `tiles` holds experts alone
 
 
-def group_pairs(experts: Tensor, num_experts: int, rows: int | None = None) -> Groups:
-    """Group experts [tokens, ranks] int32 or int64. rows: of a tile, not those of the table."""
+def group_pairs(
+    experts: Tensor, num_experts: int, rows: int | None = None, *, dtype: torch.dtype = torch.bfloat16
+) -> Groups:
+    """Group experts [tokens, ranks] int32 or int64. rows: of a tile, not those of the table; dtype: of the rows."""
     num_pairs = experts.numel()
-    rows = rows or tile_rows(num_pairs, num_experts)
+    rows = rows or tile_rows(num_pairs, num_experts, dtype)
     if experts.shape[0] == 1:
         return Groups(experts, experts, num_pairs, rows, direct=True)
     few = num_pairs <= num_pairs // rows + num_experts
@@ -261,18 +263,20 @@ def serves_gate(x: Tensor, activation: str) -> bool:
     return activation in GATED_KINDS and x.dtype != torch.float32
 
 
-def tile_rows(num_pairs: int, num_experts: int) -> int:
-    """Pairs of a tile: few experts are alone in theirs, and little of a tile is empty."""
+def tile_rows(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
+    """Pairs of a tile: few experts have more than one, and little of a tile is empty."""
     for rows in (8, 16, 32):
         if num_pairs <= rows * num_experts // 2:
             return rows
-    return 64 if num_pairs <= 512 * num_experts else 128
+    return 64 if num_pairs <= 96 * num_experts or dtype == torch.float32 else 128
 
 
 def tile_for(rows: int, n: int, k: int, dtype: torch.dtype) -> Tile:
-    """The tile of so many rows, the best of a sweep on an H200. It moves no bit."""
+    """The tile of so many rows, of a sweep on an H200. It moves no bit."""
     if dtype == torch.float32:
         return Tile(rows, 64, 32, 4, 3) if rows >= 16 else Tile(rows, 64, 32, 4, 3, swap=True)
     if rows <= 32:
         return Tile(rows, 64, 128, 4, 4 if k > 512 else 3, swap=True)
-    return Tile(rows, 128, 64, 4, 3) if rows == 64 else Tile(rows, 128, 64, 8, 3)
+    if rows == 64:
+        return Tile(rows, 128, 64, 4, 3)
+    return Tile(rows, 256 if k > 512 and n % 256 == 0 else 128, 64, 8, 3)
