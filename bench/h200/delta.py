@@ -16,15 +16,14 @@ import states  # which finds the tests' rigs
 DRY = states.DRY
 DTYPE = states.F32 if DRY else states.BF16
 
-# Of the delta rule's decoding: channels and warps of a tile, registers, tiles of a program at most; warps and registers
-# of a program that makes a head of the keys ready. None of it moves a bit.
+# Of the delta rule's decoding: channels and warps of a tile, registers, stages, tiles of a program at most; warps and
+# registers of a program that makes a head of the keys ready. None of it moves a bit.
 DECODES = (
-    ((32, 4), 128, 4, 4, 128),
-    ((32, 4), 128, 8, 4, 80),
-    ((64, 8), 128, 2, 4, 64),
-    ((64, 8), 128, 4, 2, 168),
-    ((64, 4), 168, 4, 4, 96),
-    ((64, 4), 128, 4, 4, 128),
+    ((32, 4), 128, 2, 4, 4, 128),
+    ((32, 4), 128, 2, 8, 4, 80),
+    ((32, 4), 128, 3, 8, 4, 96),
+    ((64, 8), 128, 2, 4, 2, 168),
+    ((64, 4), 168, 2, 4, 4, 64),
 )
 
 
@@ -32,11 +31,11 @@ def decode_choices(counts: Sequence[int], computed: int) -> str:
     """Microseconds of the delta rule's decoding by `DECODES`, of the ready kernel, of the stream, and as it was."""
     from octavo.states import gpu
 
-    names = "_STREAM_REGISTERS", "_STREAM_TILES", "_READY_WARPS", "_READY_REGISTERS", "_STREAMED"
+    names = "_STREAM_REGISTERS", "_STREAM_STAGES", "_STREAM_TILES", "_READY_WARPS", "_READY_REGISTERS", "_STREAMED"
     before, tiles, found = [getattr(gpu, name) for name in names], gpu._DELTA_TILES, []
     tile = tiles[gpu._STREAMING]
     for choice in (*DECODES, None):
-        tiles[gpu._STREAMING], *values = (*choice, before[4]) if choice else (tile, *before[:4], ())
+        tiles[gpu._STREAMING], *values = (*choice, before[5]) if choice else (tile, *before[:5], ())
         for key, value in zip(names, values, strict=True):
             setattr(gpu, key, value)
         with contextlib.suppress(RuntimeError):  # it needs more shared memory than there is

@@ -56,9 +56,11 @@ _PARTS = 32  # programs of a row that advance states, which few rows do in a ste
 _GROUP = 8  # rows that a program of the delta rule looks through for such
 _BLOCK_WARPS, _CHUNK_WARPS, _CHUNK_REGISTERS = 4, 8, 128
 # Of the delta rule where rows decode: types whose states are streamed; tiles of a program at most, programs that keep a
-# GPU busy, registers of a thread (four programs a processor); warps and registers where one of keys is made ready.
+# GPU busy, tiles on their way or used, registers of a thread (four programs a processor); warps and registers where one
+# of keys is made ready.
 _STREAMED = (torch.bfloat16, torch.float16)
-_STREAM_TILES, _STREAM_PROGRAMS, _STREAM_REGISTERS, _READY_WARPS, _READY_REGISTERS = 4, 512, 128, 4, 128
+_STREAM_TILES, _STREAM_PROGRAMS, _STREAM_STAGES, _STREAM_REGISTERS = 4, 512, 2, 128
+_READY_WARPS, _READY_REGISTERS = 4, 128
 _DELTA_REGISTERS: int | None = 128  # of a thread: four programs of 16-bit types a processor, 32 kB of states each
 _DELTA_FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM")
 _PLAIN: dict[str, Any] = {"enable_fp_fusion": False}  # so that no kernel rounds less than another
@@ -171,7 +173,7 @@ class GpuStates:
         delta_decode[heads * tiles // _tiles_of(per * tiles, num_rows * heads * tiles), num_rows](
             query, key, before, factor, factors, qkv[:, 2 * key_heads * keys :], qkv.stride(0), out, *given,
             *told.tables, state, key_kept, value_kept, update, *told.firsts, **shape, **named, VALUE_SIZE=values,
-            TILE=wide, num_warps=warps, maxnreg=_STREAM_REGISTERS, num_stages=1, **_PLAIN, **pdl,
+            TILE=wide, STAGES=_STREAM_STAGES, num_warps=warps, maxnreg=_STREAM_REGISTERS, num_stages=1, **_PLAIN, **pdl,
         )  # fmt: skip
         self._advance_delta(own, told, rule, qkv)
         return out

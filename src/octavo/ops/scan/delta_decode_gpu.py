@@ -197,6 +197,7 @@ def delta_decode(
     VALUE_FORM: tl.constexpr,
     UPDATE_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row, and as many tiles of TILE channels, of heads of one key, as share the launch's programs evenly."""
@@ -215,10 +216,6 @@ def delta_decode(
     within, wide = width < KEY_SIZE, tl.arange(0, TILE)
     entry, is_open = tl.maximum(border // CHUNK - 1, 0), is_row & (border > 0)
     at_state = width[:, None] * VALUE_SIZE + wide[None, :]
-    source = _state_of(state_kept, states, state_first, entry, first, tiles, STATE_FORM, KEY_SIZE, VALUE_SIZE)
-    inside = first % tiles * TILE + wide < VALUE_SIZE
-    mask = within[:, None] & inside[None, :] & is_open
-    state = tl.load(source + first % tiles * TILE + at_state, mask=mask, other=0.0)  # of earlier steps: before the wait
     wait_before(PDL)
     if not is_row:
         return
@@ -236,14 +233,13 @@ def delta_decode(
     value_goal, has_place = _kept(of_row, last, True, value_kept, VALUE_FORM, VALUE_SIZE)
     update_goal, _ = _kept(of_row, last, True, update_kept, UPDATE_FORM, VALUE_SIZE)
     kind = key.dtype.element_ty
-    for item in range(first, first + part):
+    for item in tl.range(first, first + part, num_stages=STAGES):
         head, channel = item // tiles, item % tiles * TILE + wide
         inside = channel < VALUE_SIZE
+        source = _state_of(state_kept, states, state_first, entry, item, tiles, STATE_FORM, KEY_SIZE, VALUE_SIZE)
+        mask = within[:, None] & inside[None, :] & is_open
+        state = tl.load(source + item % tiles * TILE + at_state, mask=mask, other=0.0)
         rounded = state.to(tl.float32).to(kind)
-        next = tl.minimum(item + 1, first + part - 1)
-        source = _state_of(state_kept, states, state_first, entry, next, tiles, STATE_FORM, KEY_SIZE, VALUE_SIZE)
-        mask = within[:, None] & (next % tiles * TILE + wide < VALUE_SIZE)[None, :] & is_open & (item < next)
-        state = tl.load(source + next % tiles * TILE + at_state, mask=mask, other=0.0)
         of_head = head * VALUE_SIZE + channel
         v = tl.load(v_at[:, None] + of_head[None, :], mask=(at < end)[:, None] & inside[None, :], other=0.0)
         u = tl.load(u_at[:, None] + of_head[None, :], mask=was[:, None] & inside[None, :], other=0.0).to(kind)
