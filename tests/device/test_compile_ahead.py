@@ -48,6 +48,7 @@ NUM_BLOCKS = 2000
 _OF_STATES = (
     "short_convolution",
     "convolve_prompts",
+    "decode_convolution",
     "scan_gates",
     "mamba2_scan",
     "mamba2_decode",

@@ -245,7 +245,11 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "prompt lookup": (functools.partial(gpu_rig.check_look_up, "cuda", 3001), ("lookup.gpu._look_up",)),
     "short convolution": (
         functools.partial(_states, "conv", (300, 3)),
-        ("scan.conv_gpu.short_convolution", "scan.conv_gpu.convolve_prompts"),
+        (
+            "scan.conv_gpu.short_convolution",
+            "scan.conv_gpu.convolve_prompts",
+            "scan.conv_decode_gpu.decode_convolution",
+        ),
     ),
     "gated delta rule": (
         _deltas,

@@ -132,10 +132,17 @@ def check_decoding(device: str, name: str, dtype: torch.dtype, sizes: tuple[int,
         assert error < (3e-5 if dtype is torch.float32 else 3e-2), (name, error)
 
 
+def several_heads_decode() -> None:
+    """By one program, which reads one while it computes another."""
+    with unittest.mock.patch.object(gpu, "_DECODE_PROGRAMS", 1):
+        check_decoding("cpu", "mamba2", torch.float32, (4, 16, 2, 16))
+
+
 _DECODED = {f"{name} decodes": lambda name=name: check_decoding("cpu", name, torch.float32) for name in MAKERS}
 INTERPRETED = (
     {name: lambda name=name: interpreted(name) for name in MAKERS}
     | _DECODED
     | {"a pack": packed_sequences, "mamba2 walks": walked, "delta streams": streamed}
+    | {"mamba2 decodes several heads": several_heads_decode}
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}
 )

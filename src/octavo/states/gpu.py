@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo.ops.compile.launch import chained
 from octavo.ops.compile.row_sum import padded_length
 from octavo.ops.scan import ConvOperands, DeltaNetOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
+from octavo.ops.scan.conv_decode_gpu import decode_convolution
 from octavo.ops.scan.conv_gpu import convolve_prompts, short_convolution
 from octavo.ops.scan.delta_decode_gpu import delta_decode, delta_ready
 from octavo.ops.scan.delta_gpu import delta_advance, delta_blocks, delta_scan
@@ -28,8 +29,8 @@ from octavo.states import composed
 from octavo.states.base import LayerStates
 from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
 
-# Of a program that convolves prompts: tokens, channels, registers of a thread.
-_CONV_TOKENS, _CONV_TILE, _CONV_REGISTERS = 16, 128, None
+# Of a program that convolves prompts: tokens, channels, registers of a thread; and channels where rows decode.
+_CONV_TOKENS, _CONV_TILE, _CONV_REGISTERS, _DECODE_CHANNELS = 16, 128, None, 512
 _HEADS, _AHEAD = 32, 16  # of a program that sums gates; tokens that are on their way to it
 _FEW = 16  # tokens of a row that are a short step
 # Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
@@ -52,6 +53,8 @@ _DELTA_TILES = {
 # Of its prompts: chunks that are on their way or used; types whose chunks are walked.
 _DELTA_STAGES, _DELTA_WALKED = 2, (torch.bfloat16, torch.float16)
 _MOST_STATES, _FEW_CHANNELS = 128, 32  # of float32: with more states, more channels do not fit a Hopper's shared memory
+_ADVANCE_PROGRAMS = 264  # that advance states of Mamba-2: two a processor
+_MOST_ROWS = 512  # for which one kernel is compiled
 _PARTS = 32  # programs of a row that advance states, which few rows do in a step
 _GROUP = 8  # rows that a program of the delta rule looks through for such
 _BLOCK_WARPS, _CHUNK_WARPS, _CHUNK_REGISTERS = 4, 8, 128
@@ -86,16 +89,27 @@ class GpuStates:
 
     def short_conv(self, own: LayerStates, conv: ConvOperands, x: Tensor) -> Tensor:
         """See StateBackend."""
-        told = self._tell(own, "conv", ("conv",), ("conv",), (1, 1))
         (width, channels), step = conv.weight.shape, own.inputs
         out, num_rows = x.new_empty(x.shape), len(step.rows)
+        bias = conv.weight if conv.bias is None else conv.bias
+        if step.max_query_len == 1 and (told := self._tell_lines(own, channels)) is not None:
+            tile = min(_DECODE_CHANNELS, padded_length(channels))
+            decode_convolution[-(-channels // tile), num_rows](
+                x, x.stride(0), conv.weight, bias, out, step.rows, step.query_start, step.seq_lens,
+                *told.tables, *told.kept, *told.firsts,
+                CHANNELS=channels, TILE=tile, WIDTH=width, CHUNK=own.chunk, BLOCK=own.block_size,
+                STATE_FORM=told.forms[0], INPUT_FORM=told.forms[1], HAS_BIAS=conv.bias is not None, SILU=conv.silu,
+                num_warps=4, **chained(x.device), **_PLAIN,
+            )  # fmt: skip
+            return out
+        told = self._tell(own, "conv", ("conv",), ("conv",), (1, 1))
         is_long = step.max_query_len > _FEW
         tokens = min(_CONV_TOKENS, own.chunk) if is_long else 1 if step.max_query_len == 1 else 8
         programs = len(x) // tokens + 2 * num_rows if is_long else max(-(-len(x) // tokens), 1)
         kernel = convolve_prompts if is_long else short_convolution
         tile = _CONV_TILE if is_long else 256
         kernel[-(-channels // tile), programs](
-            x, x.stride(0), conv.weight, conv.weight if conv.bias is None else conv.bias, out, step.rows,
+            x, x.stride(0), conv.weight, bias, out, step.rows,
             step.query_start, step.seq_lens, num_rows, *told.tables, *told.kept, *told.firsts,
             CHANNELS=channels, TILE=tile, TOKENS=tokens, WIDTH=width, CHUNK=own.chunk, BLOCK=own.block_size,
             STATE_FORM=told.forms[0], INPUT_FORM=told.forms[1], HAS_BIAS=conv.bias is not None, SILU=conv.silu,
@@ -239,33 +253,24 @@ class GpuStates:
         told = self._tell(own, "mamba2", ("state",), MAMBA2_INPUTS, (size, size, states, 1, 1))
         step, out = own.inputs, xbc.new_empty(len(xbc), scan.num_heads * size)
         limits = scan.dt_min, scan.dt_max
-        total, steps = self._gates(own, told, dt, dt, scan.decay, scan.dt_bias, limits, slots=(3, 4))
         wide, warps = _mamba2_tile(size, _kind_of(step.max_query_len), states, xbc)
-        given = (
-            xbc,
-            xbc.stride(0),
-            total,
-            steps,
-            scan.skip,
-            out,
-            step.rows,
-            step.query_start,
-            step.seq_lens,
-            *told.tables,
-            *told.kept,
-            *told.firsts,
-        )
+        places = scan.skip, out, step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts
         shape = _mamba2_shape(own, scan, told, xbc, wide)
         tiles, num_rows = -(-size // wide), len(step.rows)
         is_whole = not told.forms[0][5] % states and all(form[4] == 1 for form in told.forms[1:])
         if step.max_query_len == 1 and is_whole:  # a head's state in one line, and what a token brings
             programs = scan.num_heads // _heads_of(scan, num_rows) * tiles
+            one = programs == scan.num_heads * tiles
             stages, most = (_DECODE_STAGES, _DECODE_REGISTERS) if xbc.dtype is not torch.float32 else (1, None)
             mamba2_decode[programs, num_rows](
-                *given, **shape, STAGES=stages, maxnreg=most, num_warps=warps, num_stages=1, **_PLAIN
-            )
+                xbc, xbc.stride(0), dt, dt.stride(0), scan.decay, scan.dt_bias, *limits, *places, **shape,
+                STAGES=1 if one else stages, ONE=one, maxnreg=None if one else most, num_warps=warps, num_stages=1,
+                **chained(xbc.device), **_PLAIN,
+            )  # fmt: skip
             self._advance_mamba2(own, told, scan, xbc)
             return out
+        total, steps = self._gates(own, told, dt, dt, scan.decay, scan.dt_bias, limits, slots=(3, 4))
+        given = xbc, xbc.stride(0), total, steps, *places
         walks = step.max_query_len > _FEW and is_whole and xbc.dtype in _WALKED
         behind: dict[str, Any] = {"PDL": False}
         if walks:  # rows that begin at a border
@@ -291,19 +296,13 @@ class GpuStates:
         """Write the states of rows whose one token ends a chunk."""
         step = own.inputs
         wide, warps = _mamba2_tile(scan.head_size, _ADVANCING, scan.state_size, xbc)
-        mamba2_advance[_PARTS, len(step.rows)](
-            step.rows,
-            step.query_start,
-            step.seq_lens,
-            *told.tables,
-            *told.kept,
-            *told.firsts,
-            **_mamba2_shape(own, scan, told, xbc, wide),
-            PARTS=_PARTS,
-            num_warps=warps,
-            num_stages=1,
-            **_PLAIN,
-        )
+        num_rows = len(step.rows)
+        tasks = num_rows * scan.num_heads * -(-scan.head_size // wide)
+        mamba2_advance[(min(tasks, _ADVANCE_PROGRAMS),)](
+            step.rows, step.query_start, step.seq_lens, num_rows, *told.tables, *told.kept, *told.firsts,
+            **_mamba2_shape(own, scan, told, xbc, wide), ROWS_PADDED=padded_length(max(num_rows, _MOST_ROWS)),
+            num_warps=warps, num_stages=1, **chained(xbc.device), **_PLAIN,
+        )  # fmt: skip
 
     def mamba1(self, own: LayerStates, scan: Mamba1Operands, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
         """See StateBackend."""
@@ -347,6 +346,13 @@ class GpuStates:
             AHEAD=1 if is_one else _AHEAD, num_warps=1, **_PLAIN,
         )  # fmt: skip
         return total, second
+
+    def _tell_lines(self, own: LayerStates, channels: int) -> _Told | None:
+        """Of a convolution whose tokens' inputs lie in one line each; None where the cache had to cut them."""
+        part = own.only(("conv",), ("conv",))
+        if any(form_of(store, channels) is None for store in (*part.states, *part.kept_inputs)):
+            return None
+        return self._tell(own, "lines of conv", ("conv",), ("conv",), (channels, channels))
 
     def _tell(
         self, own: LayerStates, name: str, states: tuple[str, ...], inputs: tuple[str, ...], widths: tuple[int, ...]

@@ -1,7 +1,9 @@
 """Mamba-2 where every row decodes one token, on a GPU: a program streams the states of several heads.
 
-Owns the kernel. Its formula, roundings and order of sums are those of `octavo.ops.scan.mamba2_gpu`, bit for bit. What
-the heads of a group share (B, C, their product, and where the tokens of the open chunk lie) is found once a program.
+Owns the kernel. Its formula, roundings and order of sums are those of `octavo.ops.scan.mamba2_gpu`, bit for bit, and
+its gates those of `octavo.ops.scan.gates_gpu`. What the heads of a group share (B, C, their product, and where the
+tokens of the open chunk lie) is found once a program; what earlier steps kept is looked for before the kernel ahead
+ends, and read where a program has one head.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
@@ -10,26 +12,30 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.ops.compile.launch import launched
+from octavo.ops.compile.launch import begin_after, launched
+from octavo.ops.scan.gates_gpu import softplus
 from octavo.ops.scan.kept import PLACES, place
 
 
 @triton.jit
-def _begins(of_row, position, fresh, kept, FORM: tl.constexpr, WIDTH: tl.constexpr):
-    """Where what the tokens at `position` brought for run 0 begins: kept, or `fresh` for the last one."""
+def _begins(of_row, position, kept, FORM: tl.constexpr, WIDTH: tl.constexpr):
+    """Where what the tokens at `position` brought for run 0 begins, of those before the last one."""
     table, first_part, last, block = of_row
     tl.static_assert(FORM[4] == 1, "what a token brings is one line")
-    is_old = position < last
-    where, _ = place(table, first_part, position // block, position % block, 0, is_old, FORM, WIDTH)
-    return tl.where(is_old, kept + where, fresh)
+    where, _ = place(table, first_part, position // block, position % block, 0, position < last, FORM, WIDTH)
+    return kept + where
 
 
 @launched(triton.jit(do_not_specialize=PLACES))
 def mamba2_decode(
     xbc,  # [T, channels of x, B and C]
     xbc_row,
-    total,  # [T, HEADS] float32; dt too
-    dt,
+    dt,  # [T, HEADS], as the projection gives it
+    dt_row,
+    decay,
+    dt_bias,
+    dt_min,
+    dt_max,
     skip,
     out,  # [T, HEADS, SIZE]
     rows,
@@ -61,14 +67,17 @@ def mamba2_decode(
     DT_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    ONE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One row, WIDE channels, and as many heads of one group as share the launch's programs evenly."""
+    """One row, WIDE channels, and as many heads of one group as share the launch's programs evenly: ONE, or more."""
     row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
     part = HEADS * tiles // tl.num_programs(0)
     first, tile = tl.program_id(0) // tiles * part, tl.program_id(0) % tiles
     token, end = tl.load(query_start + row).to(tl.int64), tl.load(seq_lens + row)
     table_row = tl.load(rows + row)
     if tl.load(query_start + row + 1) == token:  # a row of padding
+        begin_after(PDL)
         return
     states, last = state_table + table_row * state_columns, end - 1
     of_row = (input_table + table_row * input_columns, input_first, last, BLOCK)
@@ -77,27 +86,60 @@ def mamba2_decode(
     channel, width, here = tile * WIDE + tl.arange(0, WIDE), tl.arange(0, STATES_PADDED), tl.arange(0, 16)
     inside, within = channel < SIZE, width < STATES
     fresh, at = xbc + token * xbc_row, border + tl.arange(0, CHUNK)
-    is_seen = at < end
-    b_at = _begins(of_row, at, fresh + HEADS * SIZE, b_kept, B_FORM, STATES) + group * STATES
-    x_at = _begins(of_row, at, fresh, x_kept, X_FORM, SIZE)[:, None] + channel[None, :]
-    total_at = _begins(of_row, at, total + token * HEADS, total_kept, TOTAL_FORM, 1)
-    dt_at = _begins(of_row, at, dt + token * HEADS, dt_kept, DT_FORM, 1)
-    b = tl.load(b_at[:, None] + width[None, :], mask=is_seen[:, None] & within[None, :], other=0.0)
-    first_c = HEADS * SIZE + (GROUPS + group) * STATES
-    c = tl.load(fresh + first_c + width[None, :] + 0 * here[:, None], mask=within[None, :], other=0.0)  # 16 equal rows
-    alike = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+    is_seen, is_old = at < end, at < last
+    b_at = _begins(of_row, at, b_kept, B_FORM, STATES)
+    x_at = _begins(of_row, at, x_kept, X_FORM, SIZE)
+    total_at = _begins(of_row, at, total_kept, TOTAL_FORM, 1)
+    dt_at = _begins(of_row, at, dt_kept, DT_FORM, 1)
+    before_at = _begins(of_row, last - 1, total_kept, TOTAL_FORM, 1)
+    own_entry, own_offset = last // BLOCK, last % BLOCK
+    sum_at, is_kept = place(of_row[0], input_first, own_entry, own_offset, 0, True, TOTAL_FORM, 1)
+    step_at, _ = place(of_row[0], input_first, own_entry, own_offset, 0, True, DT_FORM, 1)
+    is_kept &= tile == 0
     tl.static_assert(STATE_FORM[5] % STATES == 0, "a head's state lies in one line")
     entry, is_open = tl.maximum(border // CHUNK - 1, 0), border > 0
     state_channel = width[:, None] * SIZE + channel[None, :]
     of_state = within[:, None] & inside[None, :]
+    own_channel = (at == last)[:, None]
+    if ONE:  # all that earlier steps kept of the one head is on its way, or there, when the kernel before ends
+        where, is_state = place(states, state_first, entry, 0, first * STATES, is_open, STATE_FORM, SIZE)
+        early_state = tl.load(state_kept + where + state_channel, mask=of_state & is_state, other=0.0).to(tl.float32)
+        early_x = tl.load(
+            x_at[:, None] + (first * SIZE + channel)[None, :], mask=is_old[:, None] & inside[None, :], other=0.0
+        )
+        early_b = tl.load(
+            b_at[:, None] + (group * STATES + width)[None, :], mask=is_old[:, None] & within[None, :], other=0.0
+        )
+        early_sums = tl.load(total_at + first, mask=is_old, other=0.0)
+        early_steps = tl.load(dt_at + first, mask=is_old, other=0.0)
+    begin_after(PDL)
+    if ONE:
+        own_b = tl.load(fresh + HEADS * SIZE + group * STATES + width, mask=within, other=0.0)
+        b = tl.where(own_channel, own_b[None, :], early_b)
+    else:
+        b_at = tl.where(is_old, b_at, fresh + HEADS * SIZE) + group * STATES
+        b = tl.load(b_at[:, None] + width[None, :], mask=is_seen[:, None] & within[None, :], other=0.0)
+    x_begins = tl.where(is_old, x_at, fresh)[:, None] + channel[None, :]
+    first_c = HEADS * SIZE + (GROUPS + group) * STATES
+    c = tl.load(fresh + first_c + width[None, :] + 0 * here[:, None], mask=within[None, :], other=0.0)  # 16 equal rows
+    alike = tl.dot(c, tl.trans(b), input_precision=PRECISION)
     for head in tl.range(first, first + part, num_stages=STAGES):
-        where, is_state = place(states, state_first, entry, 0, head * STATES, is_open, STATE_FORM, SIZE)
-        state = tl.load(state_kept + where + state_channel, mask=of_state & is_state, other=0.0).to(tl.float32)
-        x = tl.load(x_at + head * SIZE, mask=is_seen[:, None] & inside[None, :], other=0.0)
-        sums = tl.load(total_at + head, mask=is_seen, other=0.0)
-        steps = tl.load(dt_at + head, mask=is_seen, other=0.0)
-        own_sum = tl.load(total + token * HEADS + head)
         own_x = tl.load(fresh + head * SIZE + channel, mask=inside, other=0.0)
+        if ONE:
+            state, sums, steps = early_state, early_sums, early_steps
+            x = tl.where(own_channel, own_x[None, :], early_x)
+        else:
+            where, is_state = place(states, state_first, entry, 0, head * STATES, is_open, STATE_FORM, SIZE)
+            state = tl.load(state_kept + where + state_channel, mask=of_state & is_state, other=0.0).to(tl.float32)
+            x = tl.load(x_begins + head * SIZE, mask=is_seen[:, None] & inside[None, :], other=0.0)
+            sums = tl.load(total_at + head, mask=is_old, other=0.0)
+            steps = tl.load(dt_at + head, mask=is_old, other=0.0)
+        own_step = softplus(tl.load(dt + token * dt_row + head).to(tl.float32) + tl.load(dt_bias + head))
+        own_step = tl.minimum(tl.maximum(own_step, dt_min), dt_max)
+        own_sum = tl.load(before_at + head, mask=last > border, other=0.0) + own_step * tl.load(decay + head)
+        sums, steps = tl.where(at == last, own_sum, sums), tl.where(at == last, own_step, steps)
+        tl.store(total_kept + sum_at + head, own_sum, mask=is_kept)
+        tl.store(dt_kept + step_at + head, own_step, mask=is_kept)
         own_skip = tl.load(skip + head)
         left = tl.exp(tl.where(is_seen, own_sum - sums, 0.0))
         weight = tl.where(is_seen[None, :], left[None, :] * alike * steps[None, :], 0.0).to(x.dtype)
@@ -106,9 +148,9 @@ def mamba2_decode(
         result += own_skip * own_x.to(tl.float32)[None, :]
         target = out + (token * HEADS + head) * SIZE + channel[None, :] + 0 * here[:, None]
         tl.store(target, result.to(out.dtype.element_ty), mask=(here == 0)[:, None] & inside[None, :])
-        where, is_there = place(of_row[0], input_first, last // BLOCK, last % BLOCK, head, True, X_FORM, SIZE)
+        where, is_there = place(of_row[0], input_first, own_entry, own_offset, head, True, X_FORM, SIZE)
         tl.store(x_kept + where + channel, own_x, mask=inside & is_there)
     if (first % (HEADS // GROUPS) == 0) & (tile == 0):  # of those that share B
-        where, is_there = place(of_row[0], input_first, last // BLOCK, last % BLOCK, group, True, B_FORM, STATES)
-        own_b = tl.load(fresh + HEADS * SIZE + group * STATES + width, mask=within, other=0.0)
-        tl.store(b_kept + where + width, own_b, mask=within & is_there)
+        where, is_there = place(of_row[0], input_first, own_entry, own_offset, group, True, B_FORM, STATES)
+        shared_b = tl.load(fresh + HEADS * SIZE + group * STATES + width, mask=within, other=0.0)
+        tl.store(b_kept + where + width, shared_b, mask=within & is_there)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.ops.compile.launch import launched, wait_before
+from octavo.ops.compile.launch import begin_after, launched, wait_before
 from octavo.ops.scan.kept import PLACES, keep, numbers, read_state, tokens, write_state
 
 
@@ -162,11 +162,12 @@ def mamba2_scan(
             state = write_state(kept_states, begin + CHUNK, state, STATE_FORM, SIZE, CHUNK)
 
 
-@launched(triton.jit(do_not_specialize=PLACES))
+@launched(triton.jit(do_not_specialize=["num_rows", *PLACES]))
 def mamba2_advance(
     rows,
     query_start,
     seq_lens,
+    num_rows,
     state_table,
     state_columns,
     input_table,
@@ -184,7 +185,7 @@ def mamba2_advance(
     STATES: tl.constexpr,
     STATES_PADDED: tl.constexpr,
     WIDE: tl.constexpr,
-    PARTS: tl.constexpr,
+    ROWS_PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     STATE_FORM: tl.constexpr,
@@ -193,18 +194,28 @@ def mamba2_advance(
     TOTAL_FORM: tl.constexpr,
     DT_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Every PARTS-th head of a row that decoded one token: if that ends a chunk, the state behind it."""
-    row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
-    end = tl.load(seq_lens + row)
-    if (end % CHUNK != 0) | (tl.load(query_start + row + 1) == tl.load(query_start + row)):
-        return
-    table_row = tl.load(rows + row)
-    states = state_table + table_row * state_columns
-    of_row = (input_table + table_row * input_columns, input_first, 0, end, end, BLOCK)  # all of the chunk is kept
-    width, place, begin = tl.arange(0, STATES_PADDED), tl.arange(0, CHUNK), end - CHUNK
+    """Of rows that decoded one token each: where that ends a chunk, the state behind it.
+
+    The heads of all such rows, in tiles, are dealt to the programs in turn: mostly there are none.
+    """
+    each, tiles = tl.arange(0, ROWS_PADDED), tl.cdiv(SIZE, WIDE)
+    is_row = each < num_rows
+    ends = tl.load(seq_lens + each, mask=is_row, other=1)
+    begun = tl.load(query_start + each, mask=is_row, other=0)
+    is_full = (ends % CHUNK == 0) & (tl.load(query_start + each + 1, mask=is_row, other=0) > begun)
+    rank = tl.cumsum(is_full.to(tl.int32), 0)
+    count = tl.sum(is_full.to(tl.int32), 0) * HEADS * tiles
+    begin_after(PDL)
+    width, place = tl.arange(0, STATES_PADDED), tl.arange(0, CHUNK)
     within = width < STATES
-    for part in range(tl.program_id(0), HEADS * tiles, PARTS):
+    for task in range(tl.program_id(0), count, tl.num_programs(0)):
+        row = tl.sum(tl.where(is_full & (rank == task // (HEADS * tiles) + 1), each, 0), 0)
+        end, part = tl.load(seq_lens + row), task % (HEADS * tiles)
+        begin, table_row = end - CHUNK, tl.load(rows + row)
+        states = state_table + table_row * state_columns
+        of_row = (input_table + table_row * input_columns, input_first, 0, end, end, BLOCK)  # all of the chunk is kept
         head, channel = part // tiles, part % tiles * WIDE + tl.arange(0, WIDE)
         group, inside = head // (HEADS // GROUPS), channel < SIZE
         kept_states = (state_kept, states, state_first, head * STATES + width, channel, within, inside)
