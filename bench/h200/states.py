@@ -1,9 +1,10 @@
-"""Layers with states on a GPU, one part a call: `python bench/h200/states.py correct|times|prompts|engine [--dry]`.
+"""Layers with states on a GPU, one part a call: `python bench/h200/states.py correct|times|decoding|prompts|engine`.
 
 correct: operators against float64, and bits over cuts, batches and rejected drafts. times: microseconds of operators in
 a graph beside what their bytes or operations take, and of other tiles. prompts [conv|mamba2]: the same of prompts by
-Mamba-2 and its convolution, with the bits of other tiles. engine: octavo-tiny-hybrid with graphs and without, and what
-requests compile. --dry: the same with tiny shapes on a CPU, interpreted, whose times say nothing. A table is last.
+Mamba-2 and its convolution, with the bits of other tiles; decoding: of steps. engine: octavo-tiny-hybrid with graphs
+and without, and what requests compile. --dry: the same with tiny shapes on a CPU, interpreted, whose times say nothing.
+A table is last.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ def bits(name: str, dtype: torch.dtype) -> str:
     for largest, spoilt, block_size in cuts:
         rng = random.Random(largest)
         rows = state_rig.Rows(case, backend, drawn, device=DEVICE, block_size=block_size, seed=largest)
+        for row in range(len(lengths)) if largest == 1 else ():
+            rows.keep_one_state(row)
         while left := [row for row, length in enumerate(lengths) if rows.computed[row] < length]:
             chosen = rng.sample(left, rng.randint(1, len(left)))
             rows.compute(
@@ -245,6 +248,36 @@ def candidates(counts: Sequence[int], computed: int) -> str:
     return f"us: {', '.join(found)}"
 
 
+def advances(counts: Sequence[int]) -> str:
+    """Microseconds of Mamba-2 where all rows end a chunk: by (channels, warps) and programs that write states."""
+    from octavo.states import gpu
+
+    before, found = (gpu._MAMBA2_TILES[gpu._ADVANCING], gpu._ADVANCE_PROGRAMS), []
+    for tile, programs in (((32, 8), 264), ((32, 8), 528), ((64, 8), 264), ((32, 4), 528), ((64, 4), 396)):
+        gpu._MAMBA2_TILES[gpu._ADVANCING], gpu._ADVANCE_PROGRAMS = tile, programs
+        with contextlib.suppress(Exception):  # it needs more shared memory than there is
+            us, parts = timed("mamba2", counts, 127)
+            alone = sum(took for key, took in parts.items() if "advance" in key)
+            found.append(f"{tile[0]}x{tile[1]} {programs} programs {us:.0f} (it alone {alone:.0f})")
+    gpu._MAMBA2_TILES[gpu._ADVANCING], gpu._ADVANCE_PROGRAMS = before
+    return f"us: {', '.join(found)}"
+
+
+def programs_of(num_rows: int) -> str:
+    """Microseconds where rows decode: of a convolution by channels of a program, of Mamba-2 by programs at least."""
+    from octavo.states import gpu
+
+    before, found = (gpu._DECODE_CHANNELS, gpu._DECODE_PROGRAMS), []
+    for channels in (256, 512, 1024):
+        gpu._DECODE_CHANNELS = channels
+        found.append(f"conv {channels} {timed('conv', [1] * num_rows, 160)[0]:.1f}")
+    for programs in (64, 1024, 1 << 20):
+        gpu._DECODE_PROGRAMS = programs
+        found.append(f"{programs} programs {timed('mamba2', [1] * num_rows, 160)[0]:.1f}")
+    gpu._DECODE_CHANNELS, gpu._DECODE_PROGRAMS = before
+    return f"us: {', '.join(found)}"
+
+
 def made(name: str, counts: Sequence[int]) -> list[torch.Tensor]:
     """What an operator gives of drawn prompts, and all that it keeps."""
     torch.manual_seed(0)
@@ -383,6 +416,14 @@ def main() -> None:
                     attempt(f"candidates {name} decode {num_rows}", candidates, *given)
                 counts = [1] * (2 if DRY else 64)
                 attempt(f"tiles {name} decode 64", tiles, name, "decode", counts, 70 if DRY else 1056)
+    if "decoding" in sys.argv:
+        for name in ("conv", "mamba2"):
+            attempt(f"bits {name} bfloat16", bits, name, F32 if DRY else BF16)
+        for num_rows in (2,) if DRY else (1, 8, 64, 256, 512):
+            attempt(f"decode mamba2 {num_rows} rows at 160", decode, "mamba2", num_rows, 70 if DRY else 160)
+            attempt(f"programs of {num_rows} rows", programs_of, num_rows)
+        for num_rows in (2,) if DRY else (1, 64, 256):
+            attempt(f"all {num_rows} rows at a border", advances, [1] * num_rows)
     if "prompts" in sys.argv:
         names = [name for name in ("conv", "mamba2") if name in sys.argv] or ["conv", "mamba2"]
         for name in names:

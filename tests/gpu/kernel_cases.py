@@ -86,7 +86,7 @@ def _inputs() -> None:
 def _states(name: str, sizes: tuple[int, ...]) -> None:
     for dtype in (BF16, F32):
         gpu_states_rig.check_results("cuda", name, dtype, (1, 17, 70, 130), 40, sizes)
-        if name in ("delta", "mamba2"):
+        if name in ("conv", "delta", "mamba2"):
             gpu_states_rig.check_decoding("cuda", name, dtype, sizes)
 
 

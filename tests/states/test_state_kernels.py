@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 import gpu_states_rig  # noqa: E402
 import state_rig as rig  # noqa: E402
 from interpreted import run_rig  # noqa: E402
+from octavo.states import gpu  # noqa: E402
 from octavo.states.gpu import GpuStates  # noqa: E402
 from sass import unwritten_reads  # noqa: E402
 
@@ -43,6 +44,14 @@ def test_its_kernels_compile_for_hopper_and_spill_no_register(
     found = _compiled(monkeypatch, name, torch.bfloat16, SHAPES[name], (64, 5, 1))
     for kernel in found:
         assert kernel.asm["cubin"] and kernel.metadata.shared <= SHARED_BYTES
+        assert _spilled_bytes(kernel.asm["ptx"], tmp_path) == 0, kernel.metadata.name
+        assert unwritten_reads(kernel.asm["cubin"], tmp_path) == [], kernel.metadata.name
+
+
+def test_a_program_of_several_heads_spills_no_register(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where many rows decode."""
+    monkeypatch.setattr(gpu, "_DECODE_PROGRAMS", 1)
+    for kernel in _compiled(monkeypatch, "mamba2", torch.bfloat16, SHAPES["mamba2"], (1,)):
         assert _spilled_bytes(kernel.asm["ptx"], tmp_path) == 0, kernel.metadata.name
         assert unwritten_reads(kernel.asm["cubin"], tmp_path) == [], kernel.metadata.name
 
