@@ -299,10 +299,20 @@ class GpuStates:
         num_rows = len(step.rows)
         tasks = num_rows * scan.num_heads * -(-scan.head_size // wide)
         mamba2_advance[(min(tasks, _ADVANCE_PROGRAMS),)](
-            step.rows, step.query_start, step.seq_lens, num_rows, *told.tables, *told.kept, *told.firsts,
-            **_mamba2_shape(own, scan, told, xbc, wide), ROWS_PADDED=padded_length(max(num_rows, _MOST_ROWS)),
-            num_warps=warps, num_stages=1, **chained(xbc.device), **_PLAIN,
-        )  # fmt: skip
+            step.rows,
+            step.query_start,
+            step.seq_lens,
+            num_rows,
+            *told.tables,
+            *told.kept,
+            *told.firsts,
+            **_mamba2_shape(own, scan, told, xbc, wide),
+            ROWS_PADDED=padded_length(max(num_rows, _MOST_ROWS)),
+            num_warps=warps,
+            num_stages=1,
+            **chained(xbc.device),
+            **_PLAIN,
+        )
 
     def mamba1(self, own: LayerStates, scan: Mamba1Operands, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
         """See StateBackend."""

@@ -57,7 +57,7 @@ def decode_convolution(
         sum += tl.load(bias + channel, mask=inside, other=0.0)
     last_weight = tl.load(weight + (WIDTH - 1) * CHANNELS + channel, mask=inside, other=0.0)
     is_border = is_own & ((at + 1) % CHUNK == 0)
-    next, is_kept = place(inputs, input_first, at // BLOCK, at % BLOCK, 0, is_own, INPUT_FORM, CHANNELS)
+    next, is_stored = place(inputs, input_first, at // BLOCK, at % BLOCK, 0, is_own, INPUT_FORM, CHANNELS)
     for j in tl.static_range(WIDTH - 1):
         position = at - (WIDTH - 1) + j
         is_open = is_own & (position >= border)
@@ -85,4 +85,4 @@ def decode_convolution(
     if SILU:
         sum = sum / (1.0 + tl.exp(-sum))
     tl.store(out + token * CHANNELS + channel, sum.to(out.dtype.element_ty), mask=is_own & inside)
-    tl.store(input_kept + next + channel, value, mask=is_kept & inside)
+    tl.store(input_kept + next + channel, value, mask=is_stored & inside)

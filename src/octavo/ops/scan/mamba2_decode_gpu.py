@@ -26,6 +26,21 @@ def _begins(of_row, position, kept, FORM: tl.constexpr, WIDTH: tl.constexpr):
     return kept + where
 
 
+@triton.jit
+def _gates(dt, bias, decay, before, head, is_later, dt_min, dt_max):
+    """(the sum of one head's gates up to the row's token, its dt): see `scan_gates`. before: if it `is_later`."""
+    step = softplus(tl.load(dt + head).to(tl.float32) + tl.load(bias + head))
+    step = tl.minimum(tl.maximum(step, dt_min), dt_max)
+    return tl.load(before + head, mask=is_later, other=0.0) + step * tl.load(decay + head), step
+
+
+@triton.jit
+def _lines(begins, run, inside, asked, SIZE: tl.constexpr):
+    """[places, padded]: run `run` of what tokens brought that is at `begins`, of those that are asked for."""
+    channel = run * SIZE + tl.arange(0, inside.shape[0])
+    return tl.load(begins[:, None] + channel[None, :], mask=asked[:, None] & inside[None, :], other=0.0)
+
+
 @launched(triton.jit(do_not_specialize=PLACES))
 def mamba2_decode(
     xbc,  # [T, channels of x, B and C]
@@ -85,7 +100,7 @@ def mamba2_decode(
     group = first // (HEADS // GROUPS)
     channel, width, here = tile * WIDE + tl.arange(0, WIDE), tl.arange(0, STATES_PADDED), tl.arange(0, 16)
     inside, within = channel < SIZE, width < STATES
-    fresh, at = xbc + token * xbc_row, border + tl.arange(0, CHUNK)
+    fresh, own_dt, at = xbc + token * xbc_row, dt + token * dt_row, border + tl.arange(0, CHUNK)
     is_seen, is_old = at < end, at < last
     b_at = _begins(of_row, at, b_kept, B_FORM, STATES)
     x_at = _begins(of_row, at, x_kept, X_FORM, SIZE)
@@ -93,29 +108,23 @@ def mamba2_decode(
     dt_at = _begins(of_row, at, dt_kept, DT_FORM, 1)
     before_at = _begins(of_row, last - 1, total_kept, TOTAL_FORM, 1)
     own_entry, own_offset = last // BLOCK, last % BLOCK
-    sum_at, is_kept = place(of_row[0], input_first, own_entry, own_offset, 0, True, TOTAL_FORM, 1)
+    sum_at, is_stored = place(of_row[0], input_first, own_entry, own_offset, 0, True, TOTAL_FORM, 1)
     step_at, _ = place(of_row[0], input_first, own_entry, own_offset, 0, True, DT_FORM, 1)
-    is_kept &= tile == 0
     tl.static_assert(STATE_FORM[5] % STATES == 0, "a head's state lies in one line")
     entry, is_open = tl.maximum(border // CHUNK - 1, 0), border > 0
     state_channel = width[:, None] * SIZE + channel[None, :]
     of_state = within[:, None] & inside[None, :]
-    own_channel = (at == last)[:, None]
     if ONE:  # all that earlier steps kept of the one head is on its way, or there, when the kernel before ends
         where, is_state = place(states, state_first, entry, 0, first * STATES, is_open, STATE_FORM, SIZE)
         early_state = tl.load(state_kept + where + state_channel, mask=of_state & is_state, other=0.0).to(tl.float32)
-        early_x = tl.load(
-            x_at[:, None] + (first * SIZE + channel)[None, :], mask=is_old[:, None] & inside[None, :], other=0.0
-        )
-        early_b = tl.load(
-            b_at[:, None] + (group * STATES + width)[None, :], mask=is_old[:, None] & within[None, :], other=0.0
-        )
+        early_x = _lines(x_at + tile * WIDE, first, inside, is_old, SIZE)
+        early_b = _lines(b_at, group, within, is_old, STATES)
         early_sums = tl.load(total_at + first, mask=is_old, other=0.0)
         early_steps = tl.load(dt_at + first, mask=is_old, other=0.0)
     begin_after(PDL)
     if ONE:
         own_b = tl.load(fresh + HEADS * SIZE + group * STATES + width, mask=within, other=0.0)
-        b = tl.where(own_channel, own_b[None, :], early_b)
+        b = tl.where((at == last)[:, None], own_b[None, :], early_b)
     else:
         b_at = tl.where(is_old, b_at, fresh + HEADS * SIZE) + group * STATES
         b = tl.load(b_at[:, None] + width[None, :], mask=is_seen[:, None] & within[None, :], other=0.0)
@@ -127,19 +136,17 @@ def mamba2_decode(
         own_x = tl.load(fresh + head * SIZE + channel, mask=inside, other=0.0)
         if ONE:
             state, sums, steps = early_state, early_sums, early_steps
-            x = tl.where(own_channel, own_x[None, :], early_x)
+            x = tl.where((at == last)[:, None], own_x[None, :], early_x)
         else:
             where, is_state = place(states, state_first, entry, 0, head * STATES, is_open, STATE_FORM, SIZE)
             state = tl.load(state_kept + where + state_channel, mask=of_state & is_state, other=0.0).to(tl.float32)
             x = tl.load(x_begins + head * SIZE, mask=is_seen[:, None] & inside[None, :], other=0.0)
             sums = tl.load(total_at + head, mask=is_old, other=0.0)
             steps = tl.load(dt_at + head, mask=is_old, other=0.0)
-        own_step = softplus(tl.load(dt + token * dt_row + head).to(tl.float32) + tl.load(dt_bias + head))
-        own_step = tl.minimum(tl.maximum(own_step, dt_min), dt_max)
-        own_sum = tl.load(before_at + head, mask=last > border, other=0.0) + own_step * tl.load(decay + head)
+        own_sum, own_step = _gates(own_dt, dt_bias, decay, before_at, head, last > border, dt_min, dt_max)
         sums, steps = tl.where(at == last, own_sum, sums), tl.where(at == last, own_step, steps)
-        tl.store(total_kept + sum_at + head, own_sum, mask=is_kept)
-        tl.store(dt_kept + step_at + head, own_step, mask=is_kept)
+        tl.store(total_kept + sum_at + head, own_sum, mask=is_stored & (tile == 0))
+        tl.store(dt_kept + step_at + head, own_step, mask=is_stored & (tile == 0))
         own_skip = tl.load(skip + head)
         left = tl.exp(tl.where(is_seen, own_sum - sums, 0.0))
         weight = tl.where(is_seen[None, :], left[None, :] * alike * steps[None, :], 0.0).to(x.dtype)
