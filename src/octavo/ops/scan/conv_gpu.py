@@ -192,10 +192,25 @@ def convolve_prompts(
             total += own.to(tl.float32) * weights[j]
         tl.store(goal + (at - begin) * CHANNELS, _activated(total, SILU).to(out.dtype.element_ty), mask=inside)
     if begin >= (end - 1) // CHUNK * CHUNK - CHUNK:  # chunks before are kept by no table
-        for at in range(tl.maximum(begin, computed), last):
-            value = tl.load(line + (at - begin) * x_row, mask=inside, other=0.0)
-            where, is_there = place(inputs, input_first, at // BLOCK, at % BLOCK, channel, inside, INPUT_FORM, 1)
-            tl.store(input_kept + where, value, mask=is_there)
+        if INPUT_FORM[4] == 1:  # what a token brings is one line
+            for at in range(begin, last, 8):
+                goals = ()
+                for i in tl.static_range(8):  # all entries are asked for at once
+                    is_own = (at + i >= computed) & (at + i < last)
+                    goals += (
+                        place(inputs, input_first, (at + i) // BLOCK, (at + i) % BLOCK, 0, is_own, INPUT_FORM, 1),
+                    )
+                for i in tl.static_range(8):
+                    where, is_there = goals[i]
+                    value = tl.load(line + (at + i - begin) * x_row, mask=inside & is_there, other=0.0)
+                    tl.store(input_kept + where + channel, value, mask=inside & is_there)
+        else:
+            for at in range(tl.maximum(begin, computed), last):
+                brought = tl.load(line + (at - begin) * x_row, mask=inside, other=0.0)
+                at_channels, are_there = place(
+                    inputs, input_first, at // BLOCK, at % BLOCK, channel, inside, INPUT_FORM, 1
+                )
+                tl.store(input_kept + at_channels, brought, mask=are_there)
     if (behind % CHUNK == 0) & (behind <= end):  # the inputs that the next token sees are the state
         for j in tl.static_range(WIDTH - 1):
             past = behind - (WIDTH - 1) + j
