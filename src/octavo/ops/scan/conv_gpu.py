@@ -4,7 +4,7 @@ Owns both. Invariant: a sum is a chain from the bias and the oldest token on, so
 change from one to the other. What a prompt costs is its bytes: it asks tables where a row or a chunk ends alone.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment, var-annotated"
 from __future__ import annotations
 
 import triton
