@@ -56,6 +56,16 @@ def check_bits_of_a_token_alone(device: torch.device, dtype: torch.dtype) -> Non
     assert torch.equal(alone, together[5])
 
 
+def check_an_expert_that_every_token_meets(device: torch.device, dtype: torch.dtype) -> None:
+    """One rank more for all of them moves no other pair, and has the bits of a choice of that expert."""
+    for tokens in (1, 9):
+        x, experts, weight = _world(tokens, 3, device, dtype)
+        joined = torch.cat((experts, torch.full_like(experts[:, :1], EXPERTS - 1)), 1)
+        together = run(x, joined.int(), weight).view(tokens, 4, OUT)
+        assert torch.equal(together[:, :3].flatten(0, 1), run(x, experts, weight))
+        assert torch.equal(together[:, 3], run(x, joined[:, 3:].contiguous(), weight))
+
+
 def check_every_tile_has_the_same_bits(device: torch.device, dtype: torch.dtype) -> None:
     """Also large ones that are half empty, or less."""
     x, experts, weight = _world(200, 3, device, dtype)
