@@ -32,6 +32,7 @@ from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
 # Of a program that convolves prompts: tokens, channels, registers of a thread; and channels where rows decode.
 _CONV_TOKENS, _CONV_TILE, _CONV_REGISTERS, _DECODE_CHANNELS = 16, 128, None, 512
 _HEADS, _AHEAD = 32, 16  # of a program that sums gates; tokens that are on their way to it
+_LINES = 16  # q and k that a program makes of norm 1
 _FEW = 16  # tokens of a row that are a short step
 # Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
 _ADVANCING, _WALKING, _STREAMING = "advance", "walk", "stream"
@@ -57,7 +58,7 @@ _ADVANCE_PROGRAMS = 264  # that advance states of Mamba-2: two a processor
 _MOST_ROWS = 512  # for which one kernel is compiled
 _PARTS = 32  # programs of a row that advance states, which few rows do in a step
 _GROUP = 8  # rows that a program of the delta rule looks through for such
-_BLOCK_WARPS, _CHUNK_WARPS, _CHUNK_REGISTERS = 4, 8, 128
+_BLOCK_WARPS, _CHUNK_WARPS, _CHUNK_REGISTERS = 2, 8, 128
 # Of the delta rule where rows decode: types whose states are streamed; tiles of a program at most, programs that keep a
 # GPU busy, tiles on their way or used, registers of a thread (four programs a processor); warps and registers where one
 # of keys is made ready.
@@ -129,8 +130,10 @@ class GpuStates:
         out = qkv.new_empty(count, heads * values)
         if count:
             norms = {"HEADS": rule.num_key_heads, "SIZE": keys, "PADDED": padded, "LEVELS": padded.bit_length() - 1}
-            grid = count, rule.num_key_heads
-            normalize_keys[grid](qkv, qkv.stride(0), query, key, keys**-0.5, **norms, num_warps=1, **_PLAIN)
+            lines = count * rule.num_key_heads
+            normalize_keys[(-(-lines // _LINES),)](
+                qkv, qkv.stride(0), query, key, keys**-0.5, lines, **norms, LINES=_LINES, num_warps=4, **_PLAIN
+            )
         total, rate = self._gates(own, told, a, b, rule.decay, rule.dt_bias, (0.0, 0.0), slots=(4, 5))
         walks = (
             step.max_query_len > _FEW and own.chunk == 64 and qkv.dtype in _DELTA_WALKED and _is_streamable(told, keys)
@@ -239,7 +242,7 @@ class GpuStates:
         delta_blocks[blocks, heads, 3](
             query, key, total, rate, before, factor, inverse, step.rows, step.query_start, step.seq_lens, num_rows,
             *told.tables[2:], key_kept, total_kept, rate_kept, told.firsts[1], **_delta_shape(own, rule, query),
-            **named, ONE=is_one, num_warps=_BLOCK_WARPS, num_stages=1, **_PLAIN,
+            **named, ONE=is_one, num_warps=_BLOCK_WARPS * query.element_size() // 2, num_stages=1, **_PLAIN,
         )  # fmt: skip
         return before, factor, inverse
 

@@ -111,27 +111,30 @@ def scan_gates(
                 tl.store(second_kept + goal, x, mask=is_asked)
 
 
-@launched(triton.jit)
+@launched(triton.jit(do_not_specialize=["count"]))
 def normalize_keys(
     qkv,
     qkv_row,
     query,  # [T, heads, SIZE], as qkv
     key,
     scale,
+    count,  # T * heads
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     LEVELS: tl.constexpr,
+    LINES: tl.constexpr,
 ):
-    """One token's q and k of one head."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """q and k of LINES heads, one behind the other, of a token's first and so on."""
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     channel = tl.arange(0, PADDED)
-    inside = channel < SIZE
-    source = qkv + token * qkv_row + head * SIZE + channel
+    inside = (line < count)[:, None] & (channel < SIZE)[None, :]
+    token, head = (line // HEADS).to(tl.int64), line % HEADS
+    source = qkv + (token * qkv_row + head * SIZE)[:, None] + channel[None, :]
     q = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     k = tl.load(source + HEADS * SIZE, mask=inside, other=0.0).to(tl.float32)
-    q *= tl.div_rn(1.0, tl.sqrt_rn(row_sums(tl.reshape(q * q, (1, PADDED)), LEVELS) + 1e-6)) * scale
-    k *= tl.div_rn(1.0, tl.sqrt_rn(row_sums(tl.reshape(k * k, (1, PADDED)), LEVELS) + 1e-6))
-    at = (token * HEADS + head) * SIZE + channel
+    q *= (tl.div_rn(1.0, tl.sqrt_rn(row_sums(q * q, LEVELS) + 1e-6)) * scale)[:, None]
+    k *= tl.div_rn(1.0, tl.sqrt_rn(row_sums(k * k, LEVELS) + 1e-6))[:, None]
+    at = line.to(tl.int64)[:, None] * SIZE + channel[None, :]
     tl.store(query + at, q.to(query.dtype.element_ty), mask=inside)
     tl.store(key + at, k.to(key.dtype.element_ty), mask=inside)
