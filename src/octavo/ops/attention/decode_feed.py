@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from octavo.ops.attention.paged_workload import BN, first_seen, leaf_of, leaf_start
-from octavo.ops.attention.rope_heads import rope_heads, rotated_halves
+from octavo.ops.rope.heads import rope_heads, rotated_halves
 
 _LINES, _PIECE = 8, 16
 TILE, LINES = gl.constexpr(BN), gl.constexpr(_LINES)  # tokens and lines of a tile; lines: queries x heads of a KV head

@@ -25,7 +25,10 @@ _ROW_PROGRAMS, _ROW_REGISTERS = 4, 128  # programs for each processor that short
 _WIDE_ROW_PROGRAMS, _WIDE_ROW_REGISTERS = 3, 168  # where those are too few
 _ROW_STAGES, _WIDE_ROW_STAGES = 2, 3
 _WIDE_ROWS = (5, 256)  # from and to so many rows wide programs are as fast or faster, on an H200
-_FEW_PAIRS, _FEW_PROGRAMS = 4, 2  # rows are few if each (row, KV head) has so many processors
+_FEW_PAIRS = 4  # rows are few if each (row, KV head) has so many processors
+_FEW_PROGRAMS = (
+    2  # that a processor has room for at once, where a tile has no more lines than the matrix unit: else one
+)
 _FEW_STAGES, _LEAN_FEW_STAGES = 4, 3
 # Shared memory that the best tiles take, and those of float32 heads of more than 128; lean ones: 99 KiB, or the last.
 _ROOM, _ROOM_FLOAT32, LEAST_FLOAT32 = 128 << 10, 208 << 10, 160 << 10
@@ -305,7 +308,8 @@ class Planner:
         merges = max_leaves > _FOLDS
         is_few = num_pairs * _FEW_PAIRS <= self._processors and self._dtype != torch.float32 and heads.padded <= 128
         if is_few and capacity == num_rows * max_leaves and not merges:
-            programs = min(num_pairs * max_leaves, _FEW_PROGRAMS * self._processors)
+            room = _FEW_PROGRAMS if tile.lines <= 8 else 1
+            programs = min(num_pairs * max_leaves, room * self._processors)
             stages = _LEAN_FEW_STAGES if self._lean else _FEW_STAGES
             tile = dataclasses.replace(tile, stages=stages, registers=None)
             rows = RowsLaunch(tile, short, lines, programs, num_rows, 0, False, max_leaves, max_queries)

@@ -28,16 +28,16 @@ from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.attention.paged_kernels import exp2_from
 from octavo.ops.attention.paged_plan import Heads, Plan, Scratch, num_processors, shared_bytes
 from octavo.ops.attention.paged_workload import leaf_of, leaf_start
-from octavo.ops.attention.rope_heads import rope_heads
 from octavo.ops.compile.launch import chained, launched
 from octavo.ops.compile.repeated_rows import repeated
 from octavo.ops.rope import Rotation
+from octavo.ops.rope.heads import rope_heads
 
 _HALF = gl.constexpr(256)  # tokens that are in shared memory
 _HEAD = 128
 _MAX_GROUP = 7  # its queries and K have a line of a matrix instruction each
-_WARPS = 4
-_LOG2_E = math.log2(math.e)
+WARPS = 4
+LOG2_E = math.log2(math.e)
 _S = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
 _LEFT, _RIGHT = gl.constexpr(gl.DotOperandLayout(0, _S.value, 2)), gl.constexpr(gl.DotOperandLayout(1, _S.value, 2))
 _COLUMN, _LINE = gl.constexpr(gl.SliceLayout(0, _S.value)), gl.constexpr(gl.SliceLayout(1, _S.value))
@@ -463,8 +463,8 @@ def fused_rope_decode(
         projected, rotation.positions, rotation.cos_sin, rotation.cos_sin if norm is None else norm,
         rotation.cos_sin if rotation.k_norm is None else rotation.k_norm, rotation.slot_mapping, kv, out, query_start,
         seq_lens, block_table, *parts, projected.stride(0), out.stride(0), kv.stride(0), kv.stride(1),
-        block_table.stride(0), rotation.eps, mask_spec.scale * _LOG2_E, rows.num_rows, rows.max_leaves,
+        block_table.stride(0), rotation.eps, mask_spec.scale * LOG2_E, rows.num_rows, rows.max_leaves,
         kv_token=kv.stride(2), KV_HEADS=kv_heads, GROUP=group, LINES=rows.lines,
-        HEAD=_HEAD, LEVELS=6, BLOCK=block_size, NORM=norm is not None, GATHER=4, num_warps=_WARPS,
+        HEAD=_HEAD, LEVELS=6, BLOCK=block_size, NORM=norm is not None, GATHER=4, num_warps=WARPS,
         enable_fp_fusion=False, **chained(kv.device),
     )  # fmt: skip
