@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from octavo.ops.attention import decode, paged_plan, prefill, rope_decode_kernel, rope_verify_kernel  # noqa: E402
+from octavo.ops.attention import decode, paged, paged_plan, prefill, rope_decode_kernel, rope_verify_kernel  # noqa: E402
 from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
 from octavo.ops.compile import launch  # noqa: E402
 from octavo.ops.gemm import gemv, held_gemm  # noqa: E402
@@ -27,6 +27,9 @@ from octavo.ops.rope import Rotation  # noqa: E402
 CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
 PROCESSORS = 132
 SHARED_BYTES = 232448  # of a processor, for one program
+SCRATCH: Any = SimpleNamespace(
+    parts=lambda *sizes: (torch.zeros(4096), torch.zeros(64), torch.zeros(64, dtype=torch.int32))
+)
 
 
 @pytest.fixture
@@ -140,10 +143,26 @@ def test_rotation_and_attention(compiled: list[Any], block: int, group: int, nor
         out,
         mask_spec=MaskSpec(scale=0.1),
         plan=SimpleNamespace(rows=rows, capacity=8),
-        scratch=SimpleNamespace(
-            parts=lambda *sizes: (torch.zeros(4096), torch.zeros(64), torch.zeros(64, dtype=torch.int32))
-        ),
+        scratch=SCRATCH,
     )
+
+
+@pytest.mark.parametrize("queries", [2, 5])
+def test_rotated_queries_are_multiplied_in_the_order_of_others(compiled: list[Any], queries: int) -> None:
+    """Of plain Triton: what was joined of halves had k in another order, and so other bits."""
+    kv, out, lines = cache(64, 128, BF16), torch.zeros(4, 4, 128, dtype=BF16), 8 if queries == 2 else 16
+    rows = paged_plan.RowsLaunch(paged_plan.Tile(lines, 4, 4), lines // 2, lines, 132, 4, 0, False, 2, queries)
+    paged.paged_attention(
+        torch.zeros(4, 8 * 128, dtype=BF16),
+        kv,
+        *lengths(),
+        out,
+        mask_spec=MaskSpec(scale=0.1),
+        plan=paged_plan.Plan(rows, None, None, torch.zeros(8, dtype=torch.int32), 8),
+        scratch=SCRATCH,
+        rotation=rotation_of(128, normed=True),
+    )
+    assert "kWidth = 4" not in compiled[0].asm["ttgir"] and "tt.join" not in compiled[0].asm["ttir"]
 
 
 @pytest.mark.parametrize("gated", [False, True])

@@ -210,25 +210,43 @@ def _prefetch_leaf(kv, table, begin, end, kv_block, kv_token, HEAD: tl.constexpr
 
 
 @triton.jit
-def _halves(at, valid, HALF: tl.constexpr):
-    """Both halves [N, HALF] of what is at [N] pointers; zeros where it is not valid."""
-    at = at[:, None] + tl.arange(0, HALF)[None, :]
-    return tl.load(at, mask=valid[:, None], other=0.0), tl.load(at + HALF, mask=valid[:, None], other=0.0)
+def _angles(cos_sin, positions, token, HEAD: tl.constexpr):
+    """(cosines, sines) [N, HEAD] of tokens [N]."""
+    channel = tl.arange(0, HEAD)[None, :] % (HEAD // 2)
+    at = (cos_sin + tl.load(positions + token).to(tl.int64) * HEAD)[:, None] + channel
+    return tl.load(at), tl.load(at + HEAD // 2)
 
 
 @triton.jit
-def _rotated(heads, weights, angles, eps, HALF: tl.constexpr, LEVELS: tl.constexpr, NORM: tl.constexpr):
-    """Heads [N, 2 * HALF], normed, rotated and rounded; all are given in halves. As `octavo.ops.rope.gpu._rotated`."""
-    DTYPE: tl.constexpr = heads[0].dtype
-    first, second = heads[0].to(tl.float32), heads[1].to(tl.float32)
+def _heads(at, valid, HEAD: tl.constexpr):
+    """Heads at [N] pointers: whole, with their halves changed, and each half; zeros where they are not valid."""
+    HALF: tl.constexpr = HEAD // 2
+    channel, half = tl.arange(0, HEAD)[None, :], tl.arange(0, HALF)[None, :]
+    there = valid[:, None]
+    own = tl.load(at[:, None] + channel, mask=there, other=0.0).to(tl.float32)
+    other = tl.load(at[:, None] + (channel + HALF) % HEAD, mask=there, other=0.0).to(tl.float32)
+    first = tl.load(at[:, None] + half, mask=there, other=0.0).to(tl.float32)
+    second = tl.load(at[:, None] + HALF + half, mask=there, other=0.0).to(tl.float32)
+    return own, other, first, second
+
+
+@triton.jit
+def _rotated(
+    heads, weights, angles, eps, HEAD: tl.constexpr, LEVELS: tl.constexpr, NORM: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Heads [N, HEAD], normed, rotated and rounded, as by `octavo.ops.rope.gpu._rotated`.
+
+    Halves are nowhere joined: Triton multiplies what was joined in another order of k.
+    """
+    own, other, first, second = heads
     if NORM:
         squares = row_sums(first * first + second * second, LEVELS)
-        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, 2.0 * HALF) + eps))[:, None]
-        first = (first * inverse * weights[0]).to(DTYPE).to(tl.float32)
-        second = (second * inverse * weights[1]).to(DTYPE).to(tl.float32)
-    cosine, sine = angles
-    low, high = (first * cosine - second * sine).to(DTYPE), (second * cosine + first * sine).to(DTYPE)
-    return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (first.shape[0], 2 * HALF))
+        inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, HEAD * 1.0) + eps))[:, None]
+        own = (own * inverse * weights[0]).to(DTYPE).to(tl.float32)
+        other = (other * inverse * weights[1]).to(DTYPE).to(tl.float32)
+    turned, beside = own * angles[0], other * angles[1]
+    is_first = tl.arange(0, HEAD)[None, :] < HEAD // 2
+    return tl.where(is_first, turned - beside, turned + beside).to(DTYPE)
 
 
 @launched(triton.jit(do_not_specialize=["short", "table_row", "num_rows", "max_leaves"]))
@@ -250,12 +268,13 @@ def rotate_and_attend_few(
     rows = tl.arange(0, ROWS)
     _, _, leaves = row_extent(query_start, seq_lens, rows, rows < num_rows, short, 0, _EVERYTHING)
     limit = tl.max(leaves, 0) * num_pairs
-    HALF: tl.constexpr = HEAD // 2
-    channel = tl.arange(0, HALF)[None, :]
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    channel = tl.arange(0, HEAD)[None, :]
     q_weights, k_weights = (channel, channel), (channel, channel)
     if NORM:
-        q_weights = (tl.load(q_norm + channel), tl.load(q_norm + HALF + channel))
-        k_weights = (tl.load(k_norm + channel), tl.load(k_norm + HALF + channel))
+        other = (channel + HEAD // 2) % HEAD
+        q_weights = (tl.load(q_norm + channel), tl.load(q_norm + other))
+        k_weights = (tl.load(k_norm + channel), tl.load(k_norm + other))
     while place < limit:
         leaf, pair = place // num_pairs, place % num_pairs
         row, kv_index = pair // KV_HEADS, pair % KV_HEADS
@@ -275,23 +294,20 @@ def rotate_and_attend_few(
             token = (row_start + tl.minimum(index, num_queries - 1)).to(tl.int64)
             line_token = (row_start + tl.minimum(query, num_queries - 1)).to(tl.int64)
             slot = tl.load(slots + token).to(tl.int64)
-            every = index >= 0
-            k_angles = _halves(cos_sin + tl.load(positions + token).to(tl.int64) * HEAD, every, HALF)
-            every = query >= 0
-            q_angles = _halves(cos_sin + tl.load(positions + line_token).to(tl.int64) * HEAD, every, HALF)
+            k_angles = _angles(cos_sin, positions, token, HEAD)
+            q_angles = _angles(cos_sin, positions, line_token, HEAD)
             wait_before(PDL)
             # The projection is there.
             of_key = qkv + token * qkv_token + (KV_HEADS * GROUP + kv_index) * HEAD
-            key_halves, value_halves = _halves(of_key, there, HALF), _halves(of_key + KV_HEADS * HEAD, there, HALF)
-            query_halves = _halves(qkv + line_token * qkv_token + head * HEAD, valid, HALF)
-            keys = _rotated(key_halves, k_weights, k_angles, eps, HALF, LEVELS, NORM)
-            stored = head_kv + (slot // BLOCK * kv_block + slot % BLOCK * kv_token)
+            heads = _heads(of_key, there, HEAD)
+            values = tl.load((of_key + KV_HEADS * HEAD)[:, None] + channel, mask=there[:, None], other=0.0)
+            of_lines = _heads(qkv + line_token * qkv_token + head * HEAD, valid, HEAD)
+            keys = _rotated(heads, k_weights, k_angles, eps, HEAD, LEVELS, NORM, DTYPE)
+            stored = (head_kv + (slot // BLOCK * kv_block + slot % BLOCK * kv_token))[:, None] + channel
             is_stored = (there & (slot >= 0))[:, None]
-            tl.store(stored[:, None] + tl.arange(0, HEAD)[None, :], keys, mask=is_stored)
-            stored = (stored + HEAD)[:, None] + channel
-            tl.store(stored, value_halves[0], mask=is_stored)
-            tl.store(stored + HALF, value_halves[1], mask=is_stored)
-            queries = _rotated(query_halves, q_weights, q_angles, eps, HALF, LEVELS, NORM)
+            tl.store(stored, keys, mask=is_stored)
+            tl.store(stored + HEAD, values, mask=is_stored)
+            queries = _rotated(of_lines, q_weights, q_angles, eps, HEAD, LEVELS, NORM, DTYPE)
             tl.debug_barrier()  # what was stored is read
             _attend_leaves(
                 tl.trans(queries), query, head, valid, row_start, num_queries, seq_len, low, row_leaves, kv, out,

@@ -161,9 +161,7 @@ def _halves(at, mask, HEAD: gl.constexpr):
 
 
 @gluon.jit
-def _put(
-    ring, kv, x, start, token, new, seq_len, slots, kv_block, kv_token, HEAD: gl.constexpr, BLOCK: gl.constexpr
-):  # fmt: skip
+def _put(ring, kv, x, start, token, new, seq_len, slots, kv_block, kv_token, HEAD: gl.constexpr, BLOCK: gl.constexpr):
     """Put what is the step's of K, or V, of 16 tokens from `token` on among a half's, and into the cache.
 
     kv: the head's K, or V; slots: of the step's tokens, which begin with `new`.
