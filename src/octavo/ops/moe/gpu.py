@@ -243,7 +243,7 @@ def grouped_linear(
     num_pairs, (n, k) = groups.order.numel(), first_weight.shape
     assert x.stride(1) == 1, "channels are contiguous"
     assert not activation or serves_gate(x, activation), "float32 gates have a kernel of their own"
-    tile = tile or tile_for(groups.rows, n, k, x.dtype)
+    tile = tile or tile_for(groups.rows, n, k, x.dtype, alone=groups.direct)
     assert tile.rows == groups.rows, "a tile has the rows that pairs were grouped for"
     width = n // 2 if activation else n
     out = torch.empty((num_pairs, width), dtype=x.dtype, device=x.device)
@@ -271,10 +271,12 @@ def tile_rows(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
     return 64 if num_pairs <= 96 * num_experts or dtype == torch.float32 else 128
 
 
-def tile_for(rows: int, n: int, k: int, dtype: torch.dtype) -> Tile:
-    """The tile of so many rows, of a sweep on an H200. It moves no bit."""
+def tile_for(rows: int, n: int, k: int, dtype: torch.dtype, *, alone: bool = False) -> Tile:
+    """The tile of so many rows, of a sweep on an H200; alone: of one token. It moves no bit."""
     if dtype == torch.float32:
         return Tile(rows, 64, 32, 4, 3) if rows >= 16 else Tile(rows, 64, 32, 4, 3, swap=True)
+    if rows == 8 and alone:
+        return Tile(rows, 32, 256, 2, 3, swap=True)
     if rows <= 32:
         return Tile(rows, 64, 128, 4, 4 if k > 512 else 3, swap=True)
     if rows == 64:
