@@ -278,6 +278,31 @@ def programs_of(num_rows: int) -> str:
     return f"us: {', '.join(found)}"
 
 
+def products(n: int, k: int) -> str:
+    """Microseconds of one row's product by [n, k] as a layer runs it, and by the tile of few rows; and their bits."""
+    from octavo.ops.gemm import gpu
+
+    weights = [torch.randn(n, k, device=DEVICE).to(BF16) for _ in range(1 if DRY else 6)]  # more than an L2 holds
+    x, outs = torch.randn(1, k, device=DEVICE).to(BF16), torch.zeros(2, 1, n, device=DEVICE, dtype=BF16)
+    found = []
+    for out, tile in zip(outs, (None, gpu.tile_for(1, n, k, BF16)), strict=True):
+        for weight in weights:
+            gpu.linear(x, weight, None, out, tile)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for weight in weights:
+                gpu.linear(x, weight, None, out, tile)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(10):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        us = begin.elapsed_time(end) * 1e3 / 10 / len(weights)
+        found.append(f"{us:.1f} ({2 * n * k / us / 1e6:.2f} TB/s)")
+    return f"us: {', by the tile '.join(found)}; {'same bits' if torch.equal(*outs) else 'OTHER BITS'}"
+
+
 def made(name: str, counts: Sequence[int]) -> list[torch.Tensor]:
     """What an operator gives of drawn prompts, and all that it keeps."""
     torch.manual_seed(0)
@@ -422,6 +447,8 @@ def main() -> None:
         for num_rows in (2,) if DRY else (1, 8, 64, 256, 512):
             attempt(f"decode mamba2 {num_rows} rows at 160", decode, "mamba2", num_rows, 70 if DRY else 160)
             attempt(f"programs of {num_rows} rows", programs_of, num_rows)
+        for n, k in () if DRY else ((4096, 8192), (4096, 21504), (4096, 4096), (6144, 4096)):
+            attempt(f"product of a row {n} {k}", products, n, k)
         for num_rows in (2,) if DRY else (1, 64, 256):
             attempt(f"all {num_rows} rows at a border", advances, [1] * num_rows)
     if "prompts" in sys.argv:

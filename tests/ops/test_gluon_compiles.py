@@ -208,9 +208,9 @@ def test_few_rows_by_held_weights(
     )
 
 
-@pytest.mark.parametrize(("n", "k"), [(6144, 8192), (4096, 2048)])
+@pytest.mark.parametrize(("n", "k"), [(6144, 8192), (4096, 2048), (4096, 21504)])
 def test_one_row_alone(compiled: list[Any], n: int, k: int) -> None:
-    """As a drafter's first product, whose row is two halves that are normed apart."""
+    """As a drafter's first product, whose row is two halves that are normed apart; and Nemotron-H's last of an MLP."""
     x, out = torch.zeros(1, k, dtype=BF16), torch.zeros(1, n, dtype=BF16)
     gemv.product(x, torch.zeros(n, k, dtype=BF16), out, norm=None, eps=0.0, residual=None, gated=False)
 

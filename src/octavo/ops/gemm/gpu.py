@@ -34,6 +34,8 @@ _checked: set[tuple[int, int, torch.dtype]] = set()
 _without_library: set[tuple[int, int, torch.dtype]] = set()
 _CHECKED_ROWS = (17, 40, 64, 130, 256, 512, 1024)
 _CHECKED_BYTES = 1 << 28  # of one result
+# Of weights [n, k] of one row's products whose own kernel streams them faster: both at least, and n at most.
+_STREAMED, _MOST_STREAMED = 4096, 16384
 
 
 class _Here(threading.local):
@@ -112,6 +114,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Ti
             return out if bias is None else out.add_(bias)
         if bias is None and _prefers_library(num_rows, n, k) and _may_use_library(x, weight, out):
             return _library(x, weight, out, may_split=False)
+        if num_rows == 1 and min(n, k) >= _STREAMED and n <= _MOST_STREAMED:
+            from octavo.ops.gemm import gemv
+
+            if gemv.serves(x, weight, bias, None, normed=False, out_dtype=out.dtype):
+                gemv.product(x, weight, out, norm=None, eps=0.0, residual=None, gated=False)
+                return out
         tile = tile_for(num_rows, n, k, x.dtype)
     programs = -(-num_rows // tile.rows) * -(-n // tile.channels)
     product[(programs,)](
