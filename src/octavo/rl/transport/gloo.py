@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from octavo.rl.transport import Check, go_on
+from octavo.rl.transport import Check, go_on, thrown
 from octavo.rl.transport.group import GroupTransport, in_time
 
 _ENDING = 1.0  # seconds in which what waits by a limit of its own may say so
@@ -31,6 +31,7 @@ class GlooTransport(GroupTransport):
     def __init__(self, device: torch.device, options: Any) -> None:
         """Buffers are the host's, whatever the device."""
         super().__init__(torch.device("cpu"), options)
+        thrown.catch()  # an engine outlives a trainer's mistakes; a trainer's own process is as it was
 
 
 TRANSPORT = GlooTransport

@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import functools
 import queue
+import re
 import socket
 import threading
 import time
@@ -34,8 +35,10 @@ from octavo.rl.transport import (
     field,
     go_on,
     split,
+    thrown,
     told,
 )
+from octavo.rl.transport.extent import ADVICE, Extent, likely_bytes
 
 _T = TypeVar("_T")
 _MAX_SIZE = 1 << 16  # members of a group
@@ -101,7 +104,7 @@ class Group:
         name: of a group that rank 0 makes with torch's `_new_process_group_helper`, as SGLang's clients do. check:
         asked in every wait, here and later; what it raises ends that.
         """
-        self.peer, self.check = f"rank 0 of {size} at {address}:{port}", check
+        self.peer, self.check, self.size = f"rank 0 of {size} at {address}:{port}", check, size
         until, limit = time.monotonic() + timeout, datetime.timedelta(seconds=timeout)
 
         def meet() -> tuple[Any, Any]:
@@ -147,12 +150,22 @@ class Group:
         """
         options = BroadcastOptions()
         options.rootRank, options.timeout = 0, datetime.timedelta(seconds=seconds * (1 + num_before))
-        work = self._telling(name, seconds, lambda: self._group.broadcast([tensor], options))
-        self._works.append(work)
+        num_thrown = thrown.num_thrown()
+        works = [self._telling(name, seconds, lambda: self._group.broadcast([tensor], options))]
+        self._works += works
+
+        def check() -> None:
+            if thrown.num_thrown() > num_thrown:
+                raise WeightUpdateError(_of_thrown(name, tensor.nbytes, thrown.last_thrown()))
+            self.check()
 
         def wait() -> None:
-            _wait_for(work, time.monotonic() + seconds, self.check, is_cuda=tensor.is_cuda)
-            self._works.remove(work)
+            work = works.pop()  # which holds the connection: who keeps an error's frames is not to keep that
+            try:
+                _wait_for(work, time.monotonic() + seconds, check, is_cuda=tensor.is_cuda)
+                self._works.remove(work)
+            finally:
+                del work
             if tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()
 
@@ -233,7 +246,7 @@ class GroupTransport:
         is_packed = field(info, "packed", bool, self._packed)
         size = field(info, "packed_buffer_size_bytes", int, self._buffer_bytes) if is_packed else 0
         try:
-            for part, buffer in self._arriving(group, buffers(incoming, size)):
+            for part, buffer in self._arriving(group, list(buffers(incoming, size))):
                 for each, tensor in split(buffer, part):
                     put(each, tensor)
         except BaseException as error:
@@ -280,21 +293,25 @@ class GroupTransport:
             raise WeightUpdateError("names may be empty only behind a message of the same group that had them")
         return {**info, **self._last}
 
-    def _arriving(self, group: Group, parts: Iterator[list[Incoming]]) -> Iterator[tuple[list[Incoming], torch.Tensor]]:
+    def _arriving(self, group: Group, parts: Sequence[list[Incoming]]) -> Iterator[tuple[list[Incoming], torch.Tensor]]:
         """Each part when its buffer is there. Others are on their way by then, where they are no matter of memory."""
         begun: collections.deque[_Begun] = collections.deque()
-        following, in_hand = next(parts, None), 0  # bytes of what has begun, and of the buffer that is being taken
-        while begun or following is not None:
-            while following is not None and self._has_room(following, in_hand, bool(begun)):
-                begun.append(self._begin(group, following, len(begun)))
-                in_hand += begun[-1].buffer.numel()
-                following = next(parts, None)
-            part, buffer, wait = begun.popleft()
-            wait()
-            if not begun and following is not None and self._has_room(following, in_hand, False):
-                begun.append(self._begin(group, following, 0))
-                in_hand += begun[-1].buffer.numel()
-                following = next(parts, None)
+        likely = [likely_bytes(parts, number) if group.size == 2 else 0 for number in range(min(2, len(parts)))]
+        following, in_hand = 0, 0  # a part's number; bytes of what has begun, and of the buffer that is being taken
+
+        def begin() -> None:
+            nonlocal following, in_hand
+            part = parts[following]
+            begun.append(self._begin(group, part, len(begun), likely[min(following, 1)]))
+            following, in_hand = following + 1, in_hand + _bytes_of(part)
+
+        while begun or following < len(parts):
+            while following < len(parts) and self._has_room(parts[following], in_hand, bool(begun)):
+                begin()
+            part, wait = begun.popleft()
+            buffer = wait()
+            if not begun and following < len(parts) and self._has_room(parts[following], in_hand, False):
+                begin()
             yield part, buffer
             in_hand -= buffer.numel()
             del buffer, wait
@@ -306,19 +323,36 @@ class GroupTransport:
         fits = in_hand + _bytes_of(part) <= _AHEAD_BYTES or (not is_waiting and in_hand <= _AHEAD_BYTES)
         return fits and self._device.type == "cpu"
 
-    def _begin(self, group: Group, part: list[Incoming], num_before: int) -> _Begun:
-        """`num_before`: that are on their way, each of which may take its time."""
-        buffer = torch.empty(_bytes_of(part), dtype=torch.uint8, device=self._device)
-        seconds = deadline(self._options, buffer.numel())
-        return _Begun(part, buffer, group.begin_broadcast(buffer, part[0].name, seconds, num_before))
+    def _begin(self, group: Group, part: list[Incoming], num_before: int, likely: int) -> _Begun:
+        """`num_before`: that are on their way, each of which may take its time. likely: see Extent."""
+        num_bytes, name = _bytes_of(part), part[0].name
+        seconds = deadline(self._options, num_bytes)
+        if self._device.type != "cpu":
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            arrived = group.begin_broadcast(buffer, name, seconds, num_before)
+            return _Begun(part, lambda: (arrived(), buffer)[1])
+        extent = Extent(part, likely=likely)
+        wait = group.begin_broadcast(extent.room, name, seconds, num_before)
+
+        def come() -> torch.Tensor:
+            wait()
+            return extent.come()
+
+        return _Begun(part, come)
 
 
 class _Begun(NamedTuple):
     """A buffer that is on its way."""
 
     part: list[Incoming]
-    buffer: torch.Tensor  # [bytes] uint8
-    wait: Callable[[], None]
+    wait: Callable[[], torch.Tensor]  # gives the buffer, [bytes] uint8
+
+
+def _of_thrown(name: str, num_bytes: int, said: str) -> str:
+    """What a peer did that made gloo throw."""
+    lengths = re.search(r"(\d+) vs \d+", said)
+    came = f"{int(lengths[1]):,}" if lengths else "more"
+    return f"{name}: there was room for {num_bytes:,} bytes, and {came} came: {ADVICE}"
 
 
 def _bytes_of(part: Sequence[Incoming]) -> int:

@@ -1,0 +1,85 @@
+"""Thrown: an exception of gloo's own threads ends its group, and not the process.
+
+A peer that sends more than its receiver has room for makes gloo throw in a thread of its own, where nobody can catch
+it: C++ then ends the process. Here such a thread stops for good instead, and what it said is kept. Invariant: any
+other exception ends the process, as before. A thread that has stopped is not used again, nor what it holds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import platform
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_LOG = logging.getLogger(__name__)
+_KIND = b"N4gloo13EnforceNotMetE"  # as the C++ ABI writes gloo::EnforceNotMet
+_said: list[str] = []  # by all groups of this process
+
+
+def num_thrown() -> int:
+    """How often this process's groups have thrown."""
+    return len(_said)
+
+
+def last_thrown() -> str:
+    """What the last one said: lengths, where they are known."""
+    return _said[-1]
+
+
+@functools.cache
+def catch() -> bool:
+    """From now on; whether this system's C++ library lets us."""
+    try:
+        library = ctypes.CDLL("libstdc++.so.6")
+        kind_of, text_of = getattr(library, "__cxa_current_exception_type"), library._ZSt17current_exceptionv
+        replace = library._ZSt13set_terminatePFvvE
+    except (OSError, AttributeError):
+        return False
+    kind_of.restype = replace.restype = ctypes.c_void_p
+    before: list[Callable[[], None]] = []
+
+    def terminate() -> None:
+        if _kind(kind_of()) != _KIND:
+            for each in before:  # which ends the process
+                each()
+            return
+        _said.append(_text(text_of))
+        _LOG.error("a group of gloo was given up, and a thread of it stands still: %s", _said[-1] or "it threw")
+        threading.Event().wait()
+
+    kept = _HANDLER(terminate)
+    _kept.append(kept)
+    address = replace(kept)
+    if address:
+        before.append(_HANDLER(address))
+    return True
+
+
+_HANDLER = ctypes.CFUNCTYPE(None)
+_WHAT = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)
+_kept: list[Any] = []  # handlers, for as long as the process lives
+
+
+def _kind(type_info: int | None) -> bytes | None:
+    """The name of an exception's type, as the C++ ABI writes it."""
+    return ctypes.cast(_pointer(type_info, 1), ctypes.c_char_p).value if type_info else None
+
+
+def _text(current_exception: Any) -> str:
+    """What the exception says. It is asked where functions return objects as they do on x86."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return ""
+    found = ctypes.c_void_p()
+    current_exception(ctypes.byref(found))
+    assert found.value is not None, "an exception ends this thread"
+    said = _WHAT(_pointer(_pointer(found.value, 0), 2))(found.value)
+    return str(said.decode(errors="replace"))
+
+
+def _pointer(address: int, number: int) -> int:
+    """The pointer with a number, of those that begin at an address."""
+    return int(ctypes.cast(address, ctypes.POINTER(ctypes.c_void_p))[number] or 0)

@@ -1,0 +1,167 @@
+"""A trainer that sends more or fewer bytes than it announced: its update is refused, and nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from octavo import LLM
+from octavo.rl import Sender, WeightSource
+from octavo.rl.plan import DTYPES, Incoming
+from octavo.rl.sender import told
+from octavo.rl.session import WeightTransferError, WeightUpdateError
+from octavo.rl.transport.extent import Extent
+from octavo.rl.transport.gloo import make_gloo
+from octavo.rl.transport.group import Group
+from patience import patient
+from weights_rig import answers, old_weights, other_weights
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    fields: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 256}
+    with LLM(**fields, weight_transfer_config={"backend": "gloo", "timeout": 60}) as made:
+        yield made
+
+
+class Trainer:
+    """Rank 0 of a group with an engine."""
+
+    def __init__(self, llm: LLM) -> None:
+        store = TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+        info = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2}
+        meets = threading.Thread(target=llm.init_weight_transfer_engine, args=({"init_info": info},))
+        meets.start()
+        self.group = Group(make_gloo, "127.0.0.1", store.port, 0, 2, patient(30), store=store)
+        meets.join()
+
+    def send(self, tensors: list[Tensor]) -> threading.Thread:
+        """Beside the engine's call; it ends when the engine has left."""
+
+        def run() -> None:
+            try:
+                for tensor in tensors:
+                    self.group.broadcast(tensor.reshape(-1).view(torch.uint8), "a tensor", 600)
+            except WeightTransferError:
+                pass
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        return thread
+
+
+def packed(tensors: list[Tensor]) -> list[Tensor]:
+    return [torch.cat([each.reshape(-1).view(torch.uint8) for each in tensors])]
+
+
+@pytest.mark.parametrize(
+    ("said", "sent", "is_packed", "words"),
+    [
+        (torch.bfloat16, torch.float32, False, r"2,097,152 bytes were announced \(bfloat16\), and 4,194,304 came"),
+        (torch.float32, torch.bfloat16, False, r"4,194,304 bytes were announced \(float32\), and 2,097,152 came"),
+        (torch.bfloat16, "packed", False, "2,097,152 bytes were announced .*, and more came: do dtype_names, shapes"),
+        (torch.bfloat16, "single", True, r"79 tensors, model\..* to model\..*: 13,116,672 .*, and 2,097,152 came"),
+        (torch.bfloat16, torch.float32, True, "13,116,672 bytes were announced .*, and 26,233,344 came"),
+    ],
+)
+def test_RL_W8_more_or_fewer_bytes_than_announced_are_refused(
+    llm: LLM, said: torch.dtype, sent: torch.dtype | str, is_packed: bool, words: str
+) -> None:
+    """By name, with both numbers; the old weights serve, the trainer is let go, and its next meeting is enough."""
+    before, new = answers(llm), {name: each.bfloat16() for name, each in other_weights(2).items()}
+    trainer = Trainer(llm)
+    as_said = [each.to(said) for each in new.values()]
+    tensors = as_said if isinstance(sent, str) else [each.to(sent) for each in new.values()]
+    one_buffer = sent == "packed" or (is_packed and sent != "single")
+    info = told([Incoming(name, said, tuple(each.shape)) for name, each in new.items()])
+    llm.start_weight_update()
+    sends = trainer.send(packed(tensors) if one_buffer else tensors)
+    with pytest.raises(WeightUpdateError, match=words):
+        llm.update_weights({"update_info": {**info, "packed": is_packed}})
+    sends.join(patient(30))
+    assert not sends.is_alive(), "the trainer's end fails when the engine has left"
+    assert llm.weight_state()["state"] == "ready" and answers(llm) == before
+    trainer.group.close()
+    sender = Sender(llm, "gloo")
+    sender.send(WeightSource(new), "right")
+    assert answers(llm) != before
+    sender.send(WeightSource(old_weights()), "0")
+    assert answers(llm) == before
+    sender.close()
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values())
+@pytest.mark.parametrize("num_elements", [1, 3, 4, 5, 100])
+def test_each_number_of_bytes_is_told_from_each_other(dtype: torch.dtype, num_elements: int) -> None:
+    part = [Incoming("a", dtype, (num_elements,)), Incoming("b", dtype, (2, 1))]
+    size = (num_elements + 2) * dtype.itemsize
+    values = torch.randn(8 * size).to(dtype).view(torch.uint8)
+    for num_bytes in range(0, 3 * size, 2):  # whole numbers of 16 bits
+        extent = Extent(part, likely=4 * size)
+        extent.room[:num_bytes] = values[:num_bytes]
+        if num_bytes == size:
+            assert torch.equal(extent.come(), values[:size])
+            continue
+        if size - dtype.itemsize < num_bytes < size:  # the last number is NaN then, which is refused as such
+            continue
+        with pytest.raises(WeightUpdateError, match=rf"a to b: {size:,} bytes were announced .* came"):
+            extent.come()
+    assert torch.equal(_alone(part, values[:size]), values[:size])
+
+
+def _alone(part: list[Incoming], values: Tensor) -> Tensor:
+    """What comes into a buffer without room for more."""
+    extent = Extent(part)
+    assert len(extent.room) == len(values)
+    extent.room[:] = values
+    return extent.come()
+
+
+FAR_MORE = """
+import threading, torch
+from torch.distributed import TCPStore
+from octavo.rl.plan import Incoming
+from octavo.rl.transport.gloo import TRANSPORT, make_gloo
+from octavo.rl.transport.group import Group
+from octavo.rl.session import WeightUpdateError
+
+def meet(engine):
+    store = TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    info = {"master_address": "127.0.0.1", "master_port": store.port, "rank_offset": 1, "world_size": 2}
+    meets = threading.Thread(target=engine.open, args=(info, 0))
+    meets.start()
+    group = Group(make_gloo, "127.0.0.1", store.port, 0, 2, 30, store=store)
+    meets.join()
+    return group
+
+engine, part = TRANSPORT(torch.device("cpu"), {}), [Incoming("a", torch.float32, (100,))]
+info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[100]], "packed": False}
+for num_elements in (100, 10_000, 100):
+    group, found = meet(engine), []
+    group.begin_broadcast(torch.ones(num_elements), "a", 30)
+    try:
+        engine.receive(info, lambda *_: part, lambda _, tensor: found.append(tensor))
+        print(found[0].sum().item(), flush=True)
+    except WeightUpdateError as error:
+        print(error, flush=True)
+"""
+
+
+def test_RL_W8_far_more_bytes_than_there_is_room_for_end_the_group_and_not_the_process() -> None:
+    """Gloo throws in a thread of its own then."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAR_MORE], capture_output=True, text=True, timeout=patient(120), env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    first, refused, last = done.stdout.splitlines()
+    assert first == last == "100.0"
+    assert "there was room for 1,600 bytes, and 40,000 came: do dtype_names" in refused
