@@ -5,7 +5,7 @@ Owns two kernels. Their formula, roundings and order of sums are those of `octav
 states, of which the next one is on its way while one is used, and the updates of the chunk's tokens before, as kept.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment, var-annotated, unreachable"
 from __future__ import annotations
 
 import triton
@@ -31,6 +31,16 @@ def _kept(of_row, position, asked, kept, FORM: tl.constexpr, WIDTH: tl.constexpr
 def _one_over_norm(x, LEVELS: tl.constexpr):
     """[1], of x [PADDED] float32."""
     return tl.div_rn(1.0, tl.sqrt_rn(row_sums(tl.reshape(x * x, (1, x.shape[0])), LEVELS) + 1e-6))
+
+
+@triton.jit
+def _inverse_row(below, column, is_there, asked):
+    """Row `asked` of what `inverse_rows` gives."""
+    lines = inverse_rows(below, column, is_there)
+    found = lines[0]
+    for line in tl.static_range(1, 16):
+        found = tl.where(asked == line, lines[line], found)
+    return found
 
 
 @launched(triton.jit(do_not_specialize=["input_columns", "input_first"]))
@@ -75,7 +85,8 @@ def delta_ready(
 ):
     """One row and one head of the keys, with those of the values that share it."""
     begin_after(PDL)
-    row, key_head, per = tl.program_id(1), tl.program_id(0), HEADS // KEY_HEADS
+    row, key_head = tl.program_id(1), tl.program_id(0)
+    per: tl.constexpr = HEADS // KEY_HEADS
     token, end = tl.load(query_start + row).to(tl.int64), tl.load(seq_lens + row)
     table_row = tl.load(rows + row)
     if tl.load(query_start + row + 1) == token:  # a row of padding
@@ -94,6 +105,17 @@ def delta_ready(
     total_at, _ = _kept(of_row, at, at < last, total_kept, TOTAL_FORM, 1)
     then_total_at, _ = _kept(of_row, then, then < last, total_kept, TOTAL_FORM, 1)
     rate_at, _ = _kept(of_row, at, at < last, rate_kept, RATE_FORM, 1)
+    above_at, _ = _kept(of_row, last - 1, last > border, total_kept, TOTAL_FORM, 1)
+    of_heads = ()
+    for own in tl.static_range(per):  # all is asked for before anything is waited for
+        head = key_head * per + own
+        sum = tl.load(above_at + head, mask=last > border, other=0.0)
+        x, rate = tl.load(a + token * a_row + head), tl.load(b + token * b_row + head)
+        sums = tl.load(total_at + head, mask=at < last, other=0.0)
+        sums_then = tl.load(then_total_at + head, mask=then < last, other=0.0)
+        beta = tl.load(rate_at + head, mask=at < last, other=0.0)
+        of_head = (sum, x, tl.load(dt_bias + head), tl.load(decay + head), rate, sums, sums_then, beta)
+        of_heads = of_heads + (of_head,)  # noqa: RUF005 - Triton knows no stars
     source = qkv + token * qkv_row + key_head * KEY_SIZE + width
     own_q = tl.load(source, mask=within, other=0.0).to(tl.float32)
     own_k = tl.load(source + KEY_HEADS * KEY_SIZE, mask=within, other=0.0).to(tl.float32)
@@ -109,45 +131,38 @@ def delta_ready(
     k = tl.load(k_at, mask=(at < end)[:, None] & within[None, :], other=0.0)
     then_at = tl.where(then < last, then_at, key + brought)[None, :] + width[:, None]
     k_then = tl.load(then_at, mask=(then < end)[None, :] & within[:, None], other=0.0)
-    q = tl.load(query + brought + width[None, :] + 0 * here[:, None], mask=within[None, :], other=0.0)
     alike = tl.dot(k, k_then, input_precision=PRECISION)
+    q = tl.load(query + brought + width[None, :] + 0 * here[:, None], mask=within[None, :], other=0.0)
     asked = tl.dot(q, k_then, input_precision=PRECISION)  # 16 equal rows
-    is_seen, is_own = then < end, (then >= begin) & (then < begin + 16)
-    is_m = (at < end)[:, None] & (then < begin)[None, :]
+    is_own, is_m = (then >= begin) & (then < begin + 16), (at < end)[:, None] & (then < begin)[None, :]
     is_below = (at < end)[:, None] & is_own[None, :] & (at[:, None] > then[None, :])
-    above_at, _ = _kept(of_row, last - 1, last > border, total_kept, TOTAL_FORM, 1)
     total_goal, has_place = _kept(of_row, last, True, total_kept, TOTAL_FORM, 1)
     rate_goal, _ = _kept(of_row, last, True, rate_kept, RATE_FORM, 1)
     first = row.to(tl.int64) * HEADS + key_head * per
-    for own in range(per):
+    for own in tl.static_range(per):
         head, line = key_head * per + own, first + own
-        sum = tl.load(above_at + head, mask=last > border, other=0.0)
-        x = softplus(tl.load(a + token * a_row + head).to(tl.float32) + tl.load(dt_bias + head))
-        sum += tl.load(decay + head) * x
-        rate = 1.0 / (1.0 + tl.exp(-tl.load(b + token * b_row + head).to(tl.float32)))
+        sum, x, bias, decayed, rate, sums, sums_then, beta = of_heads[own]
+        sum += decayed * softplus(x.to(tl.float32) + bias)
+        rate = 1.0 / (1.0 + tl.exp(-rate.to(tl.float32)))
         tl.store(total_goal + head, sum, mask=has_place)
         tl.store(rate_goal + head, rate, mask=has_place)
-        sums = tl.where(at == last, sum, tl.load(total_at + head, mask=at < last, other=0.0))
-        sums_then = tl.where(then == last, sum, tl.load(then_total_at + head, mask=then < last, other=0.0))
-        beta = tl.where(at == last, rate, tl.load(rate_at + head, mask=at < last, other=0.0))
+        sums, sums_then = tl.where(at == last, sum, sums), tl.where(then == last, sum, sums_then)
+        beta = tl.where(at == last, rate, beta)
         left = tl.exp(tl.where(is_m | is_below, sums[:, None] - sums_then[None, :], 0.0))
         scaled = beta[:, None] * left * alike
         m = tl.where(is_m, scaled, 0.0).to(before.dtype.element_ty)
         tl.store(before + line * 16 * CHUNK + here[:, None] * CHUNK + place_of[None, :], m)
         triangle = below + line * 256 + here[:, None] * 16 + (then - begin)[None, :]
         tl.store(triangle, tl.where(is_below, scaled, 0.0), mask=is_own[None, :] & (here >= 0)[:, None])
-        left = tl.exp(tl.where(is_seen, sum - sums_then, 0.0))
-        f = tl.where(is_seen[None, :], left[None, :] * asked, 0.0).to(factor.dtype.element_ty)
+        left = tl.exp(tl.where(then < end, sum - sums_then, 0.0))
+        f = tl.where((then < end)[None, :], left[None, :] * asked, 0.0).to(factor.dtype.element_ty)
         tl.store(factor + line * CHUNK + place_of[None, :] + 0 * here[:, None], f, mask=(here == 0)[:, None])
         tl.store(factors + line * 48 + here, tl.exp(sums))
         tl.store(factors + line * 48 + 16 + here, beta)
     tl.debug_barrier()  # the triangles are there
     lane = tl.arange(0, LANES)
     is_there = lane < 16 * per
-    lines = inverse_rows(below + (first + lane // 16) * 256, lane % 16, is_there)
-    found = lines[0]
-    for line in tl.static_range(1, 16):
-        found = tl.where(last - begin == line, lines[line], found)
+    found = _inverse_row(below + (first + lane // 16) * 256, lane % 16, is_there, last - begin)
     tl.store(factors + (first + lane // 16) * 48 + 32 + lane % 16, found, mask=is_there)
 
 
