@@ -44,11 +44,10 @@ from octavo.ops.attention.rope_decode_kernel import (
 from octavo.ops.compile.launch import chained, launched
 from octavo.ops.compile.repeated_rows import repeated
 from octavo.ops.rope import Rotation
-from octavo.ops.rope.heads import rope_heads
+from octavo.ops.rope.heads import rope_heads, rotated_halves
 
 _MAX_COLUMNS = 32  # of queries by heads of a KV head
 _HEADS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # of halves of 16 heads
-_NEW_V = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # of 16 tokens
 
 
 @constexpr_function
@@ -161,29 +160,42 @@ def _halves(at, mask, HEAD: gl.constexpr):
 
 
 @gluon.jit
-def _put(ring, kv, x, start, token, new, seq_len, slots, kv_block, kv_token, HEAD: gl.constexpr, BLOCK: gl.constexpr):
-    """Put what is the step's of K, or V, of 16 tokens from `token` on among a half's, and into the cache.
+def _put(keys, values, token, kv, key, value, old_k, old_v, of_piece, HEAD: gl.constexpr):
+    """Put what is new of K and V of a piece, in halves, beside what is old, and into a head's cache.
 
-    kv: the head's K, or V; slots: of the step's tokens, which begin with `new`.
+    token: of the half, of the piece; of_piece: see `_places`.
     """
-    layout: gl.constexpr = x.type.layout
-    piece = _piece_of(ring, token - start, HEAD)
-    token += gl.arange(0, 16, gl.SliceLayout(1, layout))
-    is_new = (token >= new) & (token < seq_len)
-    piece.store(gl.where(is_new[:, None], x, piece.load(layout)))
-    slot = gl.load(slots + (token - new), mask=is_new, other=-1).to(gl.int64)
-    at = kv + (slot // BLOCK * kv_block + slot % BLOCK * kv_token)
-    channel = gl.arange(0, HEAD, gl.SliceLayout(0, layout))
-    gl.store(at[:, None] + channel[None, :], x, mask=(is_new & (slot >= 0))[:, None])
+    _, is_new, _, _, at, stored = of_piece
+    channel = gl.arange(0, HEAD // 2, gl.SliceLayout(0, _HEADS))[None, :]
+    k, v = _piece_of(keys, token, HEAD), _piece_of(values, token, HEAD)
+    for half in gl.static_range(2):
+        k.slice(half * (HEAD // 2), HEAD // 2, dim=1).store(gl.where(is_new, key[half], old_k[half]))
+        v.slice(half * (HEAD // 2), HEAD // 2, dim=1).store(gl.where(is_new, value[half], old_v[half]))
+        gl.store(kv + (at + half * (HEAD // 2) + channel), key[half], mask=stored)
+        gl.store(kv + (at + half * (HEAD // 2) + HEAD + channel), value[half], mask=stored)
 
 
 @gluon.jit
-def _angles(positions, cos_sin, first, new, num_queries, HEAD: gl.constexpr):
-    """(which of a row's tokens of the step, cosines, sines) of 16 places from `first` on; anything for others."""
-    token = first + gl.arange(0, 16, gl.SliceLayout(1, _HEADS))[:, None] - new
-    token = gl.minimum(gl.maximum(token, 0), num_queries - 1)
-    cosine, sine = _halves(cos_sin + gl.load(positions + token).to(gl.int64) * HEAD, token >= 0, HEAD)
-    return token.to(gl.int64), cosine, sine
+def _old(piece, HEAD: gl.constexpr):
+    """What a piece holds, in halves."""
+    first = piece.slice(0, HEAD // 2, dim=1).load(_HEADS)
+    return first, piece.slice(HEAD // 2, HEAD // 2, dim=1).load(_HEADS)
+
+
+@gluon.jit
+def _places(of_row, first, new, num_queries, kv_block, kv_token, HEAD: gl.constexpr, BLOCK: gl.constexpr):
+    """(a row's token of the step, whether it is there, cosines, sines, its place in the cache, whether it has one).
+
+    Of 16 places from `first` on. of_row: positions and slots of the row's tokens of the step, and the angles.
+    """
+    positions, slots, cos_sin = of_row
+    index = first + gl.arange(0, 16, gl.SliceLayout(1, _HEADS))[:, None] - new
+    is_new = (index >= 0) & (index < num_queries)
+    token = gl.minimum(gl.maximum(index, 0), num_queries - 1)
+    cosine, sine = _halves(cos_sin + gl.load(positions + token).to(gl.int64) * HEAD, index == index, HEAD)
+    slot = gl.load(slots + token).to(gl.int64)
+    at = slot // BLOCK * kv_block + slot % BLOCK * kv_token
+    return token.to(gl.int64), is_new, cosine, sine, at, is_new & (slot >= 0)
 
 
 @launched(gluon.jit(do_not_specialize=["num_rows", "max_leaves", "table_row"]))
@@ -226,8 +238,6 @@ def _rotate_and_attend_several(
         q_weights = (gl.load(q_norm + channel), gl.load(q_norm + HEAD // 2 + channel))
         k_weights = (gl.load(k_norm + channel), gl.load(k_norm + HEAD // 2 + channel))
     column = gl.arange(0, COLUMNS, gl.SliceLayout(1, _HEADS))[:, None]
-    of_value = gl.arange(0, 16, gl.SliceLayout(1, _NEW_V))[:, None]
-    whole = gl.arange(0, HEAD, gl.SliceLayout(0, _NEW_V))[None, :]
     leaf = gl.zeros([HEAD, COLUMNS], gl.float32, _S)
     leaf_sum = gl.zeros([64, COLUMNS], gl.float32, _S)
     leaf_max = gl.full([COLUMNS], float("-inf"), gl.float32, _COLUMN)
@@ -244,8 +254,9 @@ def _rotate_and_attend_several(
         position = gl.load(positions + row_start + of_query).to(gl.int64)
         q_cosine, q_sine = _halves(cos_sin + position * HEAD, column >= 0, HEAD)
         first, second = new // 16 * 16, new // 16 * 16 + 16
-        token0, cosine0, sine0 = _angles(positions + row_start, cos_sin, first, new, num_queries, HEAD)
-        token1, cosine1, sine1 = _angles(positions + row_start, cos_sin, second, new, num_queries, HEAD)
+        of_row = (positions + row_start, slots + row_start, cos_sin)
+        of0 = _places(of_row, first, new, num_queries, kv_block, kv_token, HEAD, BLOCK)
+        of1 = _places(of_row, second, new, num_queries, kv_block, kv_token, HEAD, BLOCK)
         has_first = (first >= start) & (first < start + _HALF) & (first < leaf_end)
         has_second = (second >= start) & (second < start + _HALF) & (second < leaf_end)
         # What comes next.
@@ -260,8 +271,14 @@ def _rotate_and_attend_several(
             next_end = gl.maximum(_length(next_row, query_start, seq_lens) - next_queries, 1)  # 0 is: no place
         next_line = table + next_row.to(gl.int64) * table_row
         after = (next_line, next_place % KV_HEADS, next_start, next_end, kv_block, kv_head)
+        none = gl.zeros([16, HEAD // 2], dtype, _HEADS)
+        old_k, old_v = (none, none), (none, none)
         if has_first | has_second:  # K and V are there, among which the step's are put
             async_copy.wait_group(0)
+            tl.debug_barrier()
+        piece0 = (first - start) % _HALF
+        if has_first:
+            old_k, old_v = _old(_piece_of(keys, piece0, HEAD), HEAD), _old(_piece_of(values, piece0, HEAD), HEAD)
         tl.debug_barrier()
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -270,23 +287,18 @@ def _rotate_and_attend_several(
         of_head = of_query.to(gl.int64) * qkv_token + (kv_index * GROUP + column % GROUP) * HEAD
         low, high = _halves(source + of_head, column < num_queries * GROUP, HEAD)
         of_key = source + (KV_HEADS * GROUP + kv_index) * HEAD
-        key0 = _halves(of_key + token0 * qkv_token, has_first & (token0 >= 0), HEAD)
-        key1 = _halves(of_key + token1 * qkv_token, has_second & (token1 >= 0), HEAD)
-        of_v = of_key + KV_HEADS * HEAD + whole
-        at = gl.minimum(gl.maximum(first + of_value - new, 0), num_queries - 1).to(gl.int64)
-        value0 = gl.load(of_v + at * qkv_token, mask=has_first & (of_value >= 0), other=0.0)
-        at = gl.minimum(second + of_value - new, num_queries - 1).to(gl.int64)
-        value1 = gl.load(of_v + at * qkv_token, mask=has_second & (of_value >= 0), other=0.0)
+        key0 = _halves(of_key + of0[0] * qkv_token, has_first & of0[1], HEAD)
+        value0 = _halves(of_key + KV_HEADS * HEAD + of0[0] * qkv_token, has_first & of0[1], HEAD)
+        key1 = _halves(of_key + of1[0] * qkv_token, has_second & of1[1], HEAD)
+        value1 = _halves(of_key + KV_HEADS * HEAD + of1[0] * qkv_token, has_second & of1[1], HEAD)
         rotated.store(rope_heads(low, high, q_weights, q_cosine, q_sine, eps, LEVELS, NORM))
-        row_slots, new_kv = slots + row_start, kv + kv_index.to(gl.int64) * kv_head
+        new_kv = kv + kv_index.to(gl.int64) * kv_head
         if has_first:
-            key = rope_heads(key0[0], key0[1], k_weights, cosine0, sine0, eps, LEVELS, NORM)
-            _put(keys, new_kv, key, start, first, new, seq_len, row_slots, kv_block, kv_token, HEAD, BLOCK)
-            _put(values, new_kv + HEAD, value0, start, first, new, seq_len, row_slots, kv_block, kv_token, HEAD, BLOCK)
-        if has_second:
-            key = rope_heads(key1[0], key1[1], k_weights, cosine1, sine1, eps, LEVELS, NORM)
-            _put(keys, new_kv, key, start, second, new, seq_len, row_slots, kv_block, kv_token, HEAD, BLOCK)
-            _put(values, new_kv + HEAD, value1, start, second, new, seq_len, row_slots, kv_block, kv_token, HEAD, BLOCK)
+            key = rotated_halves(key0[0], key0[1], k_weights, of0[2], of0[3], eps, LEVELS, NORM)
+            _put(keys, values, piece0, new_kv, key, value0, old_k, old_v, of0, HEAD)
+        if has_second:  # which holds nothing old
+            key = rotated_halves(key1[0], key1[1], k_weights, of1[2], of1[3], eps, LEVELS, NORM)
+            _put(keys, values, second - start, new_kv, key, value1, (none, none), (none, none), of1, HEAD)
         async_copy.wait_group(1)
         tl.debug_barrier()
         queries = rotated.permute((1, 0)).load(_RIGHT)
