@@ -19,11 +19,12 @@ DTYPE = states.F32 if DRY else states.BF16
 # Of the delta rule's decoding: channels and warps of a tile, registers, stages, tiles of a program at most; warps and
 # registers of a program that makes a head of the keys ready. None of it moves a bit.
 DECODES = (
+    ((64, 4), 168, 2, 4, 2, 200),
     ((32, 4), 128, 2, 4, 4, 128),
     ((32, 4), 128, 2, 8, 4, 80),
     ((32, 4), 128, 3, 8, 8, 64),
     ((64, 8), 128, 2, 4, 2, 168),
-    ((64, 4), 168, 2, 4, 4, 64),
+    ((64, 4), 168, 2, 8, 4, 64),
 )
 
 

@@ -47,7 +47,7 @@ _DELTA_TILES = {
     "decode": (64, 4),
     "short": (64, 8),
     "long": (64, 8),
-    _STREAMING: (32, 4),
+    _STREAMING: (64, 4),
     _WALKING: (32, 4),
     _ADVANCING: (32, 8),
 }
@@ -60,11 +60,11 @@ _PARTS = 32  # programs of a row that advance states, which few rows do in a ste
 _GROUP = 8  # rows that a program of the delta rule looks through for such
 _BLOCK_WARPS, _CHUNK_WARPS, _CHUNK_REGISTERS = 2, 8, 128
 # Of the delta rule where rows decode: types whose states are streamed; tiles of a program at most, programs that keep a
-# GPU busy, tiles on their way or used, registers of a thread (four programs a processor); warps and registers where one
-# of keys is made ready.
+# GPU busy, tiles on their way or used, registers of a thread (three programs a processor); warps and registers where
+# one of keys is made ready.
 _STREAMED = (torch.bfloat16, torch.float16)
-_STREAM_TILES, _STREAM_PROGRAMS, _STREAM_STAGES, _STREAM_REGISTERS = 4, 512, 2, 128
-_READY_WARPS, _READY_REGISTERS = 4, 128
+_STREAM_TILES, _STREAM_PROGRAMS, _STREAM_STAGES, _STREAM_REGISTERS = 4, 512, 2, 168
+_READY_WARPS, _READY_REGISTERS = 2, 200
 _DELTA_REGISTERS: int | None = 128  # of a thread: four programs of 16-bit types a processor, 32 kB of states each
 _DELTA_FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM")
 _PLAIN: dict[str, Any] = {"enable_fp_fusion": False}  # so that no kernel rounds less than another
