@@ -161,11 +161,11 @@ def test_few_rows_by_weights_that_fit_have_a_kernel_of_their_own() -> None:
     cases = ((4096, 1024, None, True), (6144, 1024, "silu", True), (1024, 2048, None, False), (1024, 3072, None, False))
     for n, k, activation, normed in cases:
         weight = torch.empty(n, k, dtype=BF16, device="cuda")
-        for rows in (2, 5, 8, 16):
+        for rows in (2, 5, 8):
             x = torch.empty(rows, k, dtype=BF16, device="cuda")
             assert held_gemm.serves(x, weight, None, activation, normed=normed)
             assert not held_gemm.serves(x, weight, torch.zeros(n), activation, normed=normed)
-        for rows in (1, 17):
+        for rows in (1, 9):
             x = torch.empty(rows, k, dtype=BF16, device="cuda")
             assert not held_gemm.serves(x, weight, None, activation, normed=normed)
 

@@ -1,7 +1,7 @@
-"""Products of 2 to 16 rows on a GPU whose weights all wait in shared memory while the kernel ahead ends.
+"""Products of 2 to 8 rows on a GPU whose weights all wait in shared memory while the kernel ahead ends.
 
-Owns that kernel: `octavo.ops.gemm.gemv`'s for a row alone, with more rows, each a column of the matrix unit: up to 8 of
-them cost it what one does. The norm before, and the activation or addition behind, are in the kernel. Does not know
+Owns that kernel: `octavo.ops.gemm.gemv`'s for a row alone, with more rows, each a column of the matrix unit: 8 of them
+cost it what one does. The norm before, and the activation or addition behind, are in the kernel. Does not know
 layers. Invariant: the bits are those of the separate operators: the same order over K, the same tree of squares, and a
 rounding wherever those round.
 """
@@ -25,7 +25,7 @@ from octavo.ops.compile.row_sum import padded_length, row_sums
 from octavo.ops.gemm import gemv
 from octavo.ops.gemm import gpu as matmul
 
-MAX_ROWS = 16
+MAX_ROWS = 8  # columns of the matrix unit
 _PART, _STEP = 256, 128  # k of a piece of shared memory, and of what is multiplied at a time
 _ALIGNED = 16  # bytes of addresses, elements between rows: copies to shared memory are 16 bytes wide
 _SHARED_BYTES = 227 << 10  # of a processor, for one program
@@ -131,7 +131,7 @@ def _tile(n: int, k: int, normed: bool, gated: bool) -> tuple[int, int] | None:
 
 
 def serves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, *, normed: bool) -> bool:
-    """Whether x [M, K] by weight [N, K] runs here: 2 to 16 rows of bfloat16, without a bias, of shapes that fit."""
+    """Whether x [M, K] by weight [N, K] runs here: 2 to 8 rows of bfloat16, without a bias, of shapes that fit."""
     if not 1 < x.shape[0] <= MAX_ROWS or x.dtype != torch.bfloat16 or weight.dtype != x.dtype or bias is not None:
         return False
     if not (x.is_cuda and matmul.is_reproducible()) or _tile(*weight.shape, normed, activation is not None) is None:
@@ -163,7 +163,7 @@ def product(
     all_warps = warps if norm is None else _NORMING_WARPS
     _product[(n // (2 * channels if gated else channels),)](
         x, out if norm is None else norm, weight, before, out, eps, num_rows, x.stride(0), before.stride(0),
-        out.stride(0), N=n, K=k, LEVELS=padded_length(k).bit_length() - 1, ROWS=8 if num_rows <= 8 else 16,
+        out.stride(0), N=n, K=k, LEVELS=padded_length(k).bit_length() - 1, ROWS=MAX_ROWS,
         BN=channels, WARPS=warps, ALL=all_warps, BK=_STEP, PART=_PART, NORM=norm is not None, GATED=gated,
         TANH=GATED_KINDS.get(activation or "") == 1, ADD=residual is not None, num_warps=all_warps,
         enable_fp_fusion=False, **chained(x.device),
