@@ -29,7 +29,7 @@ from octavo.states import composed
 from octavo.states.base import LayerStates
 from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
 
-# Of a program that convolves prompts: tokens, channels, registers of a thread; and channels where rows decode.
+# Of a program that convolves prompts: tokens, channels, registers of a thread; and channels where few rows decode.
 _CONV_TOKENS, _CONV_TILE, _CONV_REGISTERS, _DECODE_CHANNELS = 16, 128, None, 512
 _HEADS, _AHEAD = 32, 16  # of a program that sums gates; tokens that are on their way to it
 _LINES = 16  # q and k that a program makes of norm 1
@@ -94,7 +94,7 @@ class GpuStates:
         out, num_rows = x.new_empty(x.shape), len(step.rows)
         bias = conv.weight if conv.bias is None else conv.bias
         if step.max_query_len == 1 and (told := self._tell_lines(own, channels)) is not None:
-            tile = min(_DECODE_CHANNELS, padded_length(channels))
+            tile = min(_DECODE_CHANNELS * (1 + (num_rows >= _FEW)), padded_length(channels))
             decode_convolution[-(-channels // tile), num_rows](
                 x, x.stride(0), conv.weight, bias, out, step.rows, step.query_start, step.seq_lens,
                 *told.tables, *told.kept, *told.firsts,
