@@ -294,6 +294,7 @@ class Ends:
 
     def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work:
         self.begun.append((tensors[0].numel(), options.timeout.total_seconds()))
+        tensors[0].zero_()  # all of it comes
         work = Work()
         work.done = True
         return work
@@ -314,7 +315,8 @@ def test_buffers_are_on_their_way_together_and_each_has_its_time(
     ends, taken = Ends(), list[tuple[int, float]]()
     transport = GlooTransport(torch.device("cpu"), {"timeout": 100.0})
     store = HashStore()
-    transport._group = Group(lambda *_: ends, "127.0.0.1", 1, 0, 2, SECONDS, store=store)
+    three = 3  # members, of which some forward: they have no room for more than was announced
+    transport._group = Group(lambda *_: ends, "127.0.0.1", 1, 0, three, SECONDS, store=store)
     transport._packed, transport._buffer_bytes = False, 0
     names = {"names": ["a", "b", "c"], "dtype_names": ["float32"] * 3, "shapes": [[1]] * 3}
 

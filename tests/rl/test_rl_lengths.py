@@ -19,6 +19,7 @@ from octavo.rl import Sender, WeightSource
 from octavo.rl.plan import DTYPES, Incoming
 from octavo.rl.sender import told
 from octavo.rl.session import WeightTransferError, WeightUpdateError
+from octavo.rl.transport import group as group_module
 from octavo.rl.transport.extent import Extent
 from octavo.rl.transport.gloo import make_gloo
 from octavo.rl.transport.group import Group
@@ -97,6 +98,57 @@ def test_RL_W8_more_or_fewer_bytes_than_announced_are_refused(
     sender.send(WeightSource(old_weights()), "0")
     assert answers(llm) == before
     sender.close()
+
+
+def _nobody(**values: Any) -> dict[str, Any]:
+    port = TCPStore("127.0.0.1", 0, 1, True).port  # which nobody has any more
+    return {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, **values}
+
+
+def test_RL_W8_a_meeting_that_fails_leaves_the_group_that_works(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its values are refused, or nobody is there."""
+    before, sender = answers(llm), Sender(llm, "gloo")
+    sender.send(WeightSource(old_weights()), "0")
+    group = sender._group
+    wrong: list[dict[str, Any]] = [
+        {},
+        _nobody(master_address=""),
+        _nobody(master_port="x"),
+        _nobody(master_port=70000),
+        _nobody(rank_offset=5),
+        _nobody(world_size=1),
+        _nobody(packed_buffer_size_bytes=0),
+    ]
+    for info in wrong:
+        with pytest.raises(WeightUpdateError, match=r"^init_info\.\w+"):
+            llm.init_weight_transfer_engine({"init_info": info})
+    with pytest.raises(WeightUpdateError, match="unknown weight transfer backend"):
+        llm.init_weight_transfer_engine({"backend": "pigeon", "init_info": {}})
+    monkeypatch.setattr(group_module.Group, "__init__", _unmet)
+    with pytest.raises(WeightTransferError, match="not met"):
+        llm.init_weight_transfer_engine({"init_info": _nobody()})
+    sender.send(WeightSource(old_weights()), "again")
+    assert sender._group is group and llm.get_weight_version() == "again" and answers(llm) == before
+    sender.close()
+
+
+def _unmet(*_: object, **__: object) -> None:
+    raise WeightTransferError("not met")
+
+
+@pytest.mark.parametrize(
+    ("said", "line"),
+    [
+        (
+            "[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9. This is typically caused",
+            "Connection closed by peer [127.0.0.1]:9",
+        ),
+        ("[enforce fail at /a/b.cc:45] a <= b. 4 vs 2. Received data", "a <= b. 4 vs 2. Received data"),
+        ("Operation timed out!", "Operation timed out!"),
+    ],
+)
+def test_what_a_library_says_is_told_in_a_line_without_its_sources_place(said: str, line: str) -> None:
+    assert group_module._line(RuntimeError(said)) == line
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values())

@@ -43,13 +43,13 @@ class WeightReceiver:
         self._cut_until, self._why = -1, ""  # waits up to this number are cut short
 
     def init(self, numbered: tuple[int, Mapping[str, Any]]) -> dict[str, Any]:
-        """Meet the sender. What there was before is closed. numbered: of the wait, for `cut`; and what is told.
+        """Meet the sender. What there was before is closed then, and no earlier: a meeting that fails changes nothing.
 
+        numbered: of the wait, for `cut`; and what is told.
         Beside the steps, as `update` is: it touches nothing of them.
         """
         self._waits_as, info = numbered
         before = "" if self._transport is None or self._transport.peer_is_gone else self._transport.peer
-        self.shutdown()
         inner = info.get("init_info", info)
         default = self._config.get("backend", self._group_backend if "master_address" in inner else _NO_BACKEND)
         backend = str(info.get("backend", default))
@@ -59,6 +59,7 @@ class WeightReceiver:
         except BaseException:
             transport.close()
             raise
+        self.shutdown()
         transport.displaced = before
         self._transport, self._backend = transport, backend
         return {"backend": backend, "dtypes": self._plan.dtypes_by_pattern(), **facts}

@@ -458,7 +458,7 @@ class WeightUpdates:
         rest = max(0.0, self._last + self._hold_timeout - self._clock())
         return (
             f"; it makes room by itself in {rest:.1f} s, once nothing was heard of it for {self._hold_timeout:g} s"
-            " (session_timeout of weight_transfer_config), or when its trainer's connection is seen to be closed"
+            " (session_timeout of weight_transfer_config), or when its trainer goes while tensors are missing"
         )
 
     def _need_open(self, move: str, session: object = None) -> None:

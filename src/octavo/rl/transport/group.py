@@ -47,6 +47,9 @@ _AHEAD_BYTES = 64 << 20  # of buffers that are on their way together, and of one
 _LEAST_SECONDS = 0.1  # for the rest of a meeting whose store answered late
 _ENDING = 0.5  # seconds in which what waits by a limit of its own may say what it waited for
 _LOOK_SECONDS = 0.05  # between two looks at whether who waits is to go on waiting
+_PLACE = re.compile(r"\[(enforce fail at )?[^\]\s]*\.(cc|cpp|h):\d+\] ")  # in a library's source
+_ADVISES = re.compile(r"\. This is typically|\. Check the logs| Exception raised from ")
+_TIMED_OUT = re.compile(r"(?i)timed out|timeout")
 _POLL_SECONDS = 0.0005  # between two looks at a GPU
 MakeGroup = Callable[[Any, int, int, datetime.timedelta, str], Any]
 """(store, rank, size, timeout, this machine's address) -> a process group."""
@@ -175,9 +178,9 @@ class Group:
         try:
             return action()
         except RuntimeError as error:
-            raise WeightTransferError(
-                f"{self.peer} failed, or was silent for {seconds:.0f} s, while {name} was on its way: {_line(error)}"
-            ) from None
+            line = _line(error)
+            what = f"was silent for {seconds:.0f} s, while" if _TIMED_OUT.search(line) else f"failed ({line}) while"
+            raise WeightTransferError(f"{self.peer} {what} {name} was on its way") from None
 
     def close(self) -> None:
         """Leave; a group with a buffer on its way is left meanwhile, which takes until that is given up."""
@@ -223,15 +226,17 @@ class GroupTransport:
         own = functools.partial(field, info, of="init_info")
         address, port = own("master_address", str), own("master_port", int)
         size, rank = own("world_size", int), own("rank_offset", int, 1) + worker
+        if not address:
+            raise WeightUpdateError("init_info.master_address must be the trainer's, got an empty text")
         if size > _MAX_SIZE:
-            raise WeightUpdateError(f"world_size must be at most {_MAX_SIZE}, got {size}")
+            raise WeightUpdateError(f"init_info.world_size must be at most {_MAX_SIZE}, got {size}")
         if not 1 <= rank < size:
-            raise WeightUpdateError(f"rank_offset + worker must be in [1, world_size), got {rank} of {size}")
+            raise WeightUpdateError(f"init_info.rank_offset + worker must be in [1, world_size), got {rank} of {size}")
         if not 1 <= port <= 65535:
-            raise WeightUpdateError(f"master_port must be in [1, 65535], got {port}")
+            raise WeightUpdateError(f"init_info.master_port must be in [1, 65535], got {port}")
         seconds = float(self._options.get("timeout", TIMEOUT))
         name, self._packed = own("group_name", str, ""), own("packed", bool, False)
-        self._buffer_bytes = own("packed_buffer_size_bytes", int, UNTOLD_BYTES)
+        self._buffer_bytes = _buffer_bytes(info, UNTOLD_BYTES, of="init_info")
         self._last = {}
         self._group = Group(type(self).make, address, port, rank, size, seconds, name=name, check=self.check)
         self._place, self._was = place_of(address, port), self._group.peer
@@ -244,7 +249,7 @@ class GroupTransport:
         incoming = told(info, read)
         self._last = {key: info[key] for key in _NAMED}
         is_packed = field(info, "packed", bool, self._packed)
-        size = field(info, "packed_buffer_size_bytes", int, self._buffer_bytes) if is_packed else 0
+        size = _buffer_bytes(info, self._buffer_bytes) if is_packed else 0
         try:
             for part, buffer in self._arriving(group, list(buffers(incoming, size))):
                 for each, tensor in split(buffer, part):
@@ -404,4 +409,13 @@ def _own_address(address: str, port: int) -> str:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    """What a library says, in a line, without where its source lay and whom it asks."""
+    said = _PLACE.sub("", " ".join(str(error).split()))
+    return _ADVISES.split(said)[0].rstrip(". ")[:300]
+
+
+def _buffer_bytes(info: Mapping[str, Any], default: int, *, of: str = "update_info") -> int:
+    size = int(field(info, "packed_buffer_size_bytes", int, default, of=of))
+    if size < 1:
+        raise WeightUpdateError(f"{of}.packed_buffer_size_bytes must be at least 1, got {size}")
+    return size

@@ -355,7 +355,7 @@ class EngineClient:
         for answer in answers.values():
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(EngineDeadError(f"the engine went away: {reason}"))
-        self.weights.gone()
+        self.weights.gone(was_asked=self._closing)
         self._listener.engine_down(reason, final=final, is_users=is_users)
         self.stats = EngineStats()
 

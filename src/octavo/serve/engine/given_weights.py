@@ -39,11 +39,11 @@ class GivenWeights:
         if self._told.weights_version == version:
             self._at_checkpoint = self._told.num_weight_updates
 
-    def gone(self) -> None:
-        """The engine is gone."""
+    def gone(self, *, was_asked: bool = False) -> None:
+        """The engine is gone. was_asked: its server stops, and nobody misses what it had."""
         told, self._told = self._told, EngineStats()
         self.num_updates += told.num_weight_updates
-        if told.num_weight_updates not in (0, self._at_checkpoint):
+        if not was_asked and told.num_weight_updates not in (0, self._at_checkpoint):
             self.lost_version = told.weights_version
             self.num_lost += 1
             _LOG.error("%s; requests are refused until then", lost_weights(self.lost_version))

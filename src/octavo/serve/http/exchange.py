@@ -124,6 +124,7 @@ class Exchange:
             *headers,
         ]
         self.status = status
+        self._ended = True  # who is answered may go
         await self._send({"type": "http.response.start", "status": status, "headers": sent})
         await self._send({"type": "http.response.body", "body": body})
 

@@ -26,6 +26,9 @@ _BUFFERS: dict[str | None, dict[str, Any]] = {
     None: {"packed": False},
     "flattened_bucket": {"packed": True, "packed_buffer_size_bytes": 1 << 62},
 }
+_GROUP = {"packed", "packed_buffer_size_bytes"}  # of both messages
+_INIT_INFO = frozenset({"master_address", "master_port", "rank_offset", "world_size", "group_name", *_GROUP})
+_UPDATE_INFO = frozenset({"names", "dtype_names", "shapes", "group", "path", "shm_name", "ipc_handle", *_GROUP})
 _PICKLED = "carries pickled tensors, and nothing is unpickled here: send weights by gloo, nccl, ipc handles or a folder"
 
 
@@ -122,6 +125,7 @@ async def updating(state: ServeState, operation: str) -> AsyncIterator[None]:
 async def init(state: ServeState, exchange: Exchange) -> None:
     """POST /init_weight_transfer_engine: meet the sender; answered when all are there."""
     options, warnings = await read_options(state, exchange, Init)
+    warnings += _unknown(state, options.init_info, "init_info", _INIT_INFO)
     request = {"init_info": options.init_info, **({"backend": options.backend} if options.backend else {})}
     async with updating(state, "init"):
         met = await state.engine.init_weight_transfer_engine(request)
@@ -149,6 +153,9 @@ async def update(state: ServeState, exchange: Exchange) -> None:
     """POST /update_weights: receive tensors; answered when they are there."""
     options, warnings = await read_options(state, exchange, Update)
     _refuse_pickles(options.update_info)
+    parts = options.update_info if isinstance(options.update_info, list) else [options.update_info]
+    for part in parts:
+        warnings += [each for each in _unknown(state, part, "update_info", _UPDATE_INFO) if each not in warnings]
     async with updating(state, "update"):
         request = {"update_info": options.update_info, "session": options.session}
         received = await state.engine.update_weights(request)
@@ -256,6 +263,16 @@ async def _one_call(state: ServeState, request: Mapping[str, Any], label: str | 
     done = await engine.finish_weight_update(label, session=session)
     if not partial and request["update_info"].get("path") == str(engine.folder):
         engine.weights.came_from_checkpoint(done["weight_version"])
+
+
+def _unknown(state: ServeState, given: Mapping[str, Any], place: str, known: frozenset[str]) -> list[str]:
+    """What is to be said of fields that no transport reads. Raises ApiError under `strict`."""
+    shown = [
+        f"{place}.{name[:64]}" if name[:64].isidentifier() else f"{place}: a field" for name in given.keys() - known
+    ]
+    if shown and state.config.strict:
+        raise bad_request("unknown_field", f"{shown[0]}: unknown field", shown[0])
+    return [f"{name}: unknown field, ignored" for name in sorted(shown)[:16]]
 
 
 def _refuse_pickles(given: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
