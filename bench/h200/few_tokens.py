@@ -4,7 +4,7 @@
 
 Layers with weights of their own follow each other in one CUDA graph: the norm and the products, the rotation, the store
 and attention. Beside what the engine runs ("now") stand the same steps with each fusion left out; bits are compared.
-Late: K and V are read behind the projection. --sweep: tiles of that kernel. Microseconds a layer, least of 40.
+--sweep: tiles of the kernel that rotates and attends. Microseconds a layer, least of 40.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from octavo.ops.attention import rope_decode, rope_verify_kernel
+from octavo.ops.attention import rope_decode
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.attention.paged import paged_attention
 from octavo.ops.attention.paged_plan import Heads, Plan, Planner, Scratch
@@ -187,24 +187,20 @@ def main() -> None:
     for shape in args.shapes:
         hidden, inner, heads, count = SHAPES[shape]
         layers = _layers(hidden, inner, heads, count, args.length)
-        print(f"{shape}, rows of {args.length} tokens: us a layer  now  late  products apart  rotation apart  bits")
+        print(f"{shape}, rows of {args.length} tokens: us a layer  now  products apart  rotation apart  bits")
         for rows, queries in ((1, 1), (1, 2), (1, 5), (1, 8), (1, 9), (1, 16), (2, 1), (4, 1), (8, 1), (16, 1), (4, 5)):
             step = Step(layers, heads, rows, queries, args.length)
             found, now = step.time(_same)
             plain, apart = step.time(_same, fused=False)
             with _without(held_gemm):
                 products, without = step.time(_same)
-            with _without(rope_verify_kernel):
-                later, late = step.time(_same)
-            names = ("late", "products", "apart")
-            unlike = [
-                name for name, y in zip(names, (later, products, plain), strict=True) if not torch.equal(y, found)
-            ]
-            times = f"{now:8.2f} {late:8.2f} {without:8.2f} {apart:8.2f}"
+            names = ("products", "rotation")
+            unlike = [name for name, y in zip(names, (products, plain), strict=True) if not torch.equal(y, found)]
+            times = f"{now:8.2f} {without:8.2f} {apart:8.2f}"
             print(f"  {rows:2d} x {queries:2d}  {times}  {'same' if not unlike else f'DIFFER from {unlike}'}")
             if args.sweep and rows == 1 and queries == 5:
                 for stages, warps in ((2, 4), (3, 4), (4, 4), (4, 8), (2, 8)):
-                    with contextlib.suppress(Exception), _without(rope_verify_kernel):
+                    with contextlib.suppress(Exception):
                         print(f"    stages {stages} warps {warps}: {step.time(_tiled(stages, warps))[1]:8.2f}")
 
 

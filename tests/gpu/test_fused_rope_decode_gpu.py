@@ -20,7 +20,7 @@ import fused_rope_rig
 from octavo.attention.base import AttentionInputs
 from octavo.attention.paged import PagedBackend
 from octavo.cache.specs import AttentionSpec
-from octavo.ops.attention import paged_plan, rope_verify_kernel
+from octavo.ops.attention import paged_plan
 from octavo.ops.rope import Rotation, rope_table
 
 pytestmark = pytest.mark.gpu
@@ -41,7 +41,6 @@ def test_rows_beside_it_move_no_bit(lengths: list[int]) -> None:
         fused_rope_rig.check(lengths, 16, 8, block_size, normed=block_size == 64, seed=len(lengths))
 
 
-@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("queries", [2, 5, 8, 16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "dtype", "block_size"),
@@ -54,14 +53,10 @@ def test_rows_that_verify(
     dtype: torch.dtype,
     block_size: int,
     queries: int,
-    early: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of one row at every border, and of rows beside each other and padding; in both kernels."""
-    if queries * heads > (32 if early else 64) * kv_heads or (early and size < 128):
+    """Of one row at every border, and of rows beside each other and padding."""
+    if queries * heads > 64 * kv_heads:
         pytest.skip("a tile does not hold them")
-    if not early:
-        monkeypatch.setattr(rope_verify_kernel, "serves", lambda *facts: False)
     for seed, length in enumerate((1, 5, 16, 64, 67, 130, 256, 258, 300, 513, 1026, 1300, 4000)):
         options = {"seed": seed, "heads_last": seed % 2 > 0, "normed": seed % 3 > 0}
         fused_rope_rig.check([length], heads, kv_heads, block_size, size=size, dtype=dtype, queries=queries, **options)

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from octavo.ops.attention import decode, paged, paged_plan, prefill, rope_decode_kernel, rope_verify_kernel  # noqa: E402
+from octavo.ops.attention import decode, paged, paged_plan, prefill, rope_decode_kernel  # noqa: E402
 from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
 from octavo.ops.compile import launch  # noqa: E402
 from octavo.ops.gemm import gemv, held_gemm  # noqa: E402
@@ -50,8 +50,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     monkeypatch.setattr(driver, "_active", no_device)
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(launch, "_has_pdl", lambda device: True)
-    for kernel in (rope_decode_kernel, rope_verify_kernel):
-        monkeypatch.setattr(kernel, "num_processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(rope_decode_kernel, "num_processors", lambda device: PROCESSORS)
     monkeypatch.setattr(gemv, "_device", lambda index: {"multiprocessor_count": PROCESSORS})
     yield found
     assert found, "nothing was compiled"
@@ -128,14 +127,12 @@ def test_prompts(
     )
 
 
-@pytest.mark.parametrize("queries", [1, 4])
 @pytest.mark.parametrize(("block", "group", "normed"), [(64, 2, True), (16, 7, False)])
-def test_rotation_and_attention(compiled: list[Any], block: int, group: int, normed: bool, queries: int) -> None:
+def test_rotation_and_attention(compiled: list[Any], block: int, group: int, normed: bool) -> None:
     kv, out = cache(block, 128, BF16), torch.zeros(4, 2 * group, 128, dtype=BF16)
-    rotation, lines = rotation_of(128, normed=normed), 8 if queries == 1 or group == 2 else 32
-    rows = paged_plan.RowsLaunch(paged_plan.Tile(16, 4, 3), 1, lines, 132, 4, 0, False, 2, queries)
-    run = rope_decode_kernel.fused_rope_decode if queries == 1 else rope_verify_kernel.fused_rope_verify
-    run(
+    rotation = rotation_of(128, normed=normed)
+    rows = paged_plan.RowsLaunch(paged_plan.Tile(16, 4, 3), 1, 8, 132, 4, 0, False, 2, max_queries=1)
+    rope_decode_kernel.fused_rope_decode(
         torch.zeros(4, (2 * group + 4) * 128, dtype=BF16),
         rotation,
         kv,

@@ -1,4 +1,4 @@
-"""Rotation, store and attention of decoding or verifying rows in one kernel on a GPU: which of four, and whether any.
+"""Rotation, store and attention of decoding or verifying rows in one kernel on a GPU: which of three, and whether any.
 
 Owns that choice. Does not know layers or steps: whoever calls it knows that no row reads what another one stores.
 Invariant: the bits are those of `octavo.ops.rope.qk_norm_rope_store` and `octavo.ops.attention.paged`, one behind the
@@ -65,19 +65,5 @@ def fused_rope_decode(
         rope_decode_kernel.fused_rope_decode(
             projected, rotation, kv, *rows, out, mask_spec=mask_spec, plan=plan, scratch=scratch
         )
-    elif plan.rows is not None and plan.rows.max_leaves and kv.is_cuda and _verifies_early(out, kv, mask_spec, plan):
-        from octavo.ops.attention import rope_verify_kernel  # needs Gluon
-
-        rope_verify_kernel.fused_rope_verify(
-            projected, rotation, kv, *rows, out, mask_spec=mask_spec, plan=plan, scratch=scratch
-        )
     else:
         paged_attention(projected, kv, *rows, out, mask_spec=mask_spec, plan=plan, scratch=scratch, rotation=rotation)
-
-
-def _verifies_early(out: Tensor, kv: Tensor, mask_spec: MaskSpec, plan: Plan) -> bool:
-    """Whether few rows that verify run in the kernel that reads K and V before the projection is there."""
-    from octavo.ops.attention import rope_verify_kernel  # needs Gluon
-
-    heads = Heads(out.shape[1], kv.shape[1], out.shape[2])
-    return plan.rows is not None and rope_verify_kernel.serves(heads, mask_spec, plan.rows, kv)

@@ -15,19 +15,17 @@ _S = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1]
 
 
 @constexpr_function
-def _stack(times, columns):
-    """Of [times, 64, columns]: `_S`, once it is seen as 64 * times lines."""
-    further = [[0, 0, 8 << i] for i in range((columns // 8).bit_length() - 1)]
-    registers = [[0, 0, 1], [0, 8, 0], *further, *[[1 << i, 0, 0] for i in range(times.bit_length() - 1)]]
+def _stack(times):
+    """Of [times, 64, 8]: `_S`, once it is seen as 64 * times lines."""
+    registers = [[0, 0, 1], [0, 8, 0], *[[1 << i, 0, 0] for i in range(times.bit_length() - 1)]]
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 16, 0], [0, 32, 0]], [], [times, 64, columns])
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 16, 0], [0, 32, 0]], [], [times, 64, 8])
 
 
 @gluon.jit
 def repeated(x, TIMES: gl.constexpr):
-    """x [64, columns], 8 of them or a power of two times as many, again and again: [64 * TIMES, columns]."""
-    COLUMNS: gl.constexpr = x.shape[1]
-    deep: gl.constexpr = _stack(TIMES, COLUMNS)
+    """x [64, 8] again and again: [64 * TIMES, 8]."""
+    deep: gl.constexpr = _stack(TIMES)
     x = gl.convert_layout(x, gl.SliceLayout(0, deep), assert_trivial=True)[None, :, :]
-    x = gl.broadcast(x, gl.zeros([TIMES, 64, COLUMNS], x.dtype, deep))[0]
-    return gl.convert_layout(gl.reshape(x, [64 * TIMES, COLUMNS]), _S, assert_trivial=True)
+    x = gl.broadcast(x, gl.zeros([TIMES, 64, 8], x.dtype, deep))[0]
+    return gl.convert_layout(gl.reshape(x, [64 * TIMES, 8]), _S, assert_trivial=True)
