@@ -89,7 +89,9 @@ def test_RL_W8_more_or_fewer_bytes_than_announced_are_refused(
     with pytest.raises(WeightUpdateError, match=words):
         llm.update_weights({"update_info": {**info, "packed": is_packed}})
     sends.join(patient(30))
-    assert not sends.is_alive(), "the trainer's end fails when the engine has left"
+    again = trainer.send(tensors[:1])  # a trainer that heard nothing, since all that it sent was on its way
+    again.join(patient(20))
+    assert not sends.is_alive() and not again.is_alive(), "the trainer's end fails when the engine has left"
     assert llm.weight_state()["state"] == "ready" and answers(llm) == before
     trainer.group.close()
     sender = Sender(llm, "gloo")

@@ -126,7 +126,9 @@ class Group:
         except (RuntimeError, OSError) as error:
             raise WeightTransferError(f"{self.peer} was not met within {timeout:g} s: {_line(error)}") from None
         self._quiet = None if store else _quiet_connection(address, port)
-        self._works: list[Any] = []  # that were begun, and may be on their way
+        # Those that were begun, and may be on their way. A work holds the connection, and who keeps an error keeps its
+        # frames: each is in a list of its own, which `close` empties.
+        self._works: list[list[Any]] = []
 
     @property
     def is_gone(self) -> bool:
@@ -155,7 +157,7 @@ class Group:
         options.rootRank, options.timeout = 0, datetime.timedelta(seconds=seconds * (1 + num_before))
         num_thrown = thrown.num_thrown()
         works = [self._telling(name, seconds, lambda: self._group.broadcast([tensor], options))]
-        self._works += works
+        self._works.append(works)
 
         def check() -> None:
             if thrown.num_thrown() > num_thrown:
@@ -163,12 +165,9 @@ class Group:
             self.check()
 
         def wait() -> None:
-            work = works.pop()  # which holds the connection: who keeps an error's frames is not to keep that
-            try:
-                _wait_for(work, time.monotonic() + seconds, check, is_cuda=tensor.is_cuda)
-                self._works.remove(work)
-            finally:
-                del work
+            _wait_for(works[0], time.monotonic() + seconds, check, is_cuda=tensor.is_cuda)
+            self._works.remove(works)
+            works.clear()
             if tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()
 
@@ -187,8 +186,11 @@ class Group:
         if self._quiet is not None:
             self._quiet.close()
             self._quiet = None
-        works, self._works = self._works, []
-        if all(work.is_completed() for work in works):
+        begun, self._works = self._works, []
+        is_quiet = all(work.is_completed() for works in begun for work in works)
+        for works in begun:
+            works.clear()
+        if is_quiet:
             self._leave()
         else:
             threading.Thread(target=self._leave, daemon=True, name="octavo-leaving").start()
