@@ -20,7 +20,7 @@ from octavo.ops.compile.launch import begin_after, chained, launched
 MAX_EXPERTS = 1024  # above, torch's softmax sums otherwise
 MAX_RANKS = 32  # above, torch's topk sorts otherwise
 _NETWORK = tl.constexpr(32)  # places of the network that sorts up to 32
-_TAKEN = tl.constexpr(-(1 << 31))  # below the order of every value
+_LEAST = tl.constexpr(-(1 << 63))
 _HIGH = tl.constexpr(0x7FFFFFFF)
 
 
@@ -70,15 +70,20 @@ def _order(value):
 
 
 @triton.jit
-def _value_of(order):
+def _keyed(value, place):
+    """One number that orders by value, then by the lower place."""
+    return (_order(value).to(tl.int64) << 32) | (place ^ _HIGH).to(tl.int64)
+
+
+@triton.jit
+def _value_of(key):
+    order = (key >> 32).to(tl.int32)
     return (order ^ ((order >> 31) & _HIGH)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _best(order, place):
-    """(The largest order, the lowest place that has it); of 32-bit numbers, which a warp reduces at once."""
-    best = tl.max(order, 0)
-    return best, tl.min(tl.where(order == best, place, _HIGH), 0)
+def _place_of(key):
+    return (key & 0xFFFFFFFF).to(tl.int32) ^ _HIGH
 
 
 @triton.jit
@@ -94,30 +99,30 @@ def _within_best_groups(
     """`choice` with -inf outside of the row's best groups, each as good as the sum of its SCORED best."""
     SIZE: tl.constexpr = EXPERTS // GROUPS
     group_at = tl.arange(0, PADDED)
-    groups = tl.full((PADDED,), _TAKEN, tl.int32)
+    groups = tl.full((PADDED,), _LEAST, tl.int64)
     for group in tl.static_range(GROUPS):
-        left = tl.where(expert // SIZE == group, _order(choice), _TAKEN)
-        best, at = _best(left, expert)
+        left = tl.where(expert // SIZE == group, _keyed(choice, expert), _LEAST)
+        best = tl.max(left, 0)
         score = _value_of(best)
         for _ in tl.static_range(SCORED - 1):
-            left = tl.where(expert == at, _TAKEN, left)
-            best, at = _best(left, expert)
+            left = tl.where(left == best, _LEAST, left)
+            best = tl.max(left, 0)
             score = score + _value_of(best)
-        groups = tl.where(group_at == group, _order(score), groups)
+        groups = tl.where(group_at == group, _keyed(score, group_at), groups)
     kept = tl.zeros((PADDED,), tl.int1)
     for _ in tl.static_range(KEPT):
-        best, at = _best(groups, group_at)
-        kept = kept | (expert // SIZE == at)
-        groups = tl.where(group_at == at, _TAKEN, groups)
+        best = tl.max(groups, 0)
+        kept = kept | (expert // SIZE == _place_of(best))
+        groups = tl.where(groups == best, _LEAST, groups)
     return tl.where(kept, choice, float("-inf"))
 
 
 @triton.jit
-def _compare(expert, score, value, valid, LEVEL: tl.constexpr, STEP: tl.constexpr):
+def _compare(key, score, value, valid, LEVEL: tl.constexpr, STEP: tl.constexpr):
     """One step of a bitonic network for 2 ** 5 places, the best first, those that are not valid last."""
     place = tl.arange(0, _NETWORK)
     other = place ^ (1 << STEP)
-    expert2, score2, value2 = tl.gather(expert, other, 0), tl.gather(score, other, 0), tl.gather(value, other, 0)
+    key2, score2, value2 = tl.gather(key, other, 0), tl.gather(score, other, 0), tl.gather(value, other, 0)
     valid2 = tl.gather(valid.to(tl.int32), other, 0) != 0
     above = ((value != value) & (value2 == value2)) | (value > value2)
     below = ((value2 != value2) & (value == value)) | (value2 > value)
@@ -127,14 +132,15 @@ def _compare(expert, score, value, valid, LEVEL: tl.constexpr, STEP: tl.constexp
         swaps = is_ordered == ((place & (1 << LEVEL)) != 0)
     else:
         swaps = is_ordered == 0
-    expert, score = tl.where(swaps, expert2, expert), tl.where(swaps, score2, score)
-    return expert, score, tl.where(swaps, value2, value), tl.where(swaps, valid2, valid)
+    key, score = tl.where(swaps, key2, key), tl.where(swaps, score2, score)
+    return key, score, tl.where(swaps, value2, value), tl.where(swaps, valid2, valid)
 
 
 @triton.jit
-def _sorted(order, expert, score, RANKS: tl.constexpr):
-    """(Experts, scores, their sum) of the RANKS chosen, some equal, as torch's topk leaves them. All [_NETWORK]."""
+def _sorted(key, score, RANKS: tl.constexpr):
+    """The RANKS chosen, of which some are equal, as torch's topk leaves them. key, score: [_NETWORK], best first."""
     place = tl.arange(0, _NETWORK)
+    order, expert = (key >> 32).to(tl.int32), _place_of(key)
     valid = place < RANKS
     least = tl.min(tl.where(valid, order, _HIGH), 0)
     # it lists those above the least by id, then the least by id
@@ -142,14 +148,12 @@ def _sorted(order, expert, score, RANKS: tl.constexpr):
     goal = tl.sum((slot[None, :] < slot[:, None]).to(tl.int32), 1)
     here = goal[None, :] == place[:, None]
     at = tl.sum(tl.where(here, place[None, :], 0), 1)
-    expert, score, value = tl.gather(expert, at, 0), tl.gather(score, at, 0), tl.gather(_value_of(order), at, 0)
+    key, score = tl.gather(key, at, 0), tl.gather(score, at, 0)
+    value = _value_of(key)
     for level in tl.static_range(1, 6):
         for step in tl.static_range(level):
-            expert, score, value, valid = _compare(expert, score, value, valid, level, level - 1 - step)
-    total = tl.sum(tl.where(place == 0, score, 0.0), 0)
-    for rank in tl.static_range(1, RANKS):
-        total += tl.sum(tl.where(place == rank, score, 0.0), 0)
-    return expert, score, total
+            key, score, value, valid = _compare(key, score, value, valid, level, level - 1 - step)
+    return key, score
 
 
 @launched(triton.jit)
@@ -178,34 +182,31 @@ def _choose(
         choice = scores + tl.load(correction + expert, mask=there, other=0.0)
     if GROUPS > 1:
         choice = _within_best_groups(choice, expert, EXPERTS, PADDED, GROUPS, KEPT, SCORED)
-    left = tl.where(there, _order(choice), _TAKEN)
+    left = tl.where(there, _keyed(choice, expert), _LEAST)
     place = tl.arange(0, _NETWORK)
-    order, chosen = tl.full((_NETWORK,), _TAKEN, tl.int32), tl.zeros((_NETWORK,), tl.int32)
-    score, total = tl.zeros((_NETWORK,), tl.float32), 0.0
+    key, score = tl.full((_NETWORK,), _LEAST, tl.int64), tl.zeros((_NETWORK,), tl.float32)
     equal, before = False, float("inf")
     for rank in tl.static_range(RANKS):
-        best, at = _best(left, expert)
+        best = tl.max(left, 0)
         own = _value_of(best)
         if rank > 0:
             equal = equal | (own == before)
         before = own
-        if CORRECTED or GROUPS > 1:  # the weight is the score itself
-            own = tl.sum(tl.where(expert == at, scores, 0.0), 0)
-        if rank > 0:  # a fixed order of summation
-            total = total + own
-        else:
-            total = own
-        left = tl.where(expert == at, _TAKEN, left)
-        order, chosen = tl.where(place == rank, best, order), tl.where(place == rank, at, chosen)
-        score = tl.where(place == rank, own, score)
+        if CORRECTED:  # the weight is the score without
+            own = tl.sum(tl.where(left == best, scores, 0.0), 0)
+        left = tl.where(left == best, _LEAST, left)
+        key, score = tl.where(place == rank, best, key), tl.where(place == rank, own, score)
     if equal:
-        chosen, score, total = _sorted(order, chosen, score, RANKS)
+        key, score = _sorted(key, score, RANKS)
     if NORMED:
+        total = tl.sum(tl.where(place == 0, score, 0.0), 0)
+        for rank in tl.static_range(1, RANKS):  # a fixed order of summation
+            total += tl.sum(tl.where(place == rank, score, 0.0), 0)
         if ADDED:
             total += added
         score = tl.div_rn(score, tl.zeros((_NETWORK,), tl.float32) + total)
     tl.store(weights + row * RANKS + place, score * scale, mask=place < RANKS)
-    chosen = tl.where(place < RANKS, chosen, EXPERTS)
+    chosen = tl.where(place < RANKS, _place_of(key), EXPERTS)
     tl.store(experts + row * (RANKS + SHARED) + place, chosen, mask=place < RANKS + SHARED)
 
 
