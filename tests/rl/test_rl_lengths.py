@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -180,7 +183,7 @@ def _alone(part: list[Incoming], values: Tensor) -> Tensor:
     return extent.come()
 
 
-FAR_MORE = """
+MEET = """
 import threading, torch
 from torch.distributed import TCPStore
 from octavo.rl.plan import Incoming
@@ -199,6 +202,9 @@ def meet(engine):
 
 engine, part = TRANSPORT(torch.device("cpu"), {}), [Incoming("a", torch.float32, (100,))]
 info = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[100]], "packed": False}
+"""
+
+FAR_MORE = """
 for num_elements in (100, 10_000, 100):
     group, found = meet(engine), []
     group.begin_broadcast(torch.ones(num_elements), "a", 30)
@@ -213,9 +219,83 @@ for num_elements in (100, 10_000, 100):
 def test_RL_W8_far_more_bytes_than_there_is_room_for_end_the_group_and_not_the_process() -> None:
     """Gloo throws in a thread of its own then."""
     done = subprocess.run(
-        [sys.executable, "-c", FAR_MORE], capture_output=True, text=True, timeout=patient(120), env=os.environ
+        [sys.executable, "-c", MEET + FAR_MORE], capture_output=True, text=True, timeout=patient(120), env=os.environ
     )
     assert done.returncode == 0, done.stderr
     first, refused, last = done.stdout.splitlines()
     assert first == last == "100.0"
     assert "there was room for 1,600 bytes, and 40,000 came: do dtype_names" in refused
+
+
+def test_a_refused_update_leaves_no_buffer_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error's frames are in a cycle with it, which a process that serves looks for seldom."""
+    rooms: list[weakref.ref[Tensor]] = []
+    begin = Extent.__init__
+
+    def noted(self: Extent, *args: Any, **own: Any) -> None:
+        begin(self, *args, **own)
+        rooms.append(weakref.ref(self.room))
+
+    monkeypatch.setattr(Extent, "__init__", noted)
+    new = {name: each.bfloat16() for name, each in other_weights(2).items()}
+    info = told([Incoming(name, torch.bfloat16, tuple(each.shape)) for name, each in new.items()])
+    gc.disable()
+    try:
+        trainer = Trainer(llm)
+        llm.start_weight_update()
+        sends = trainer.send(packed([each.float() for each in new.values()]))
+        with pytest.raises(WeightUpdateError, match="came"):
+            llm.update_weights({"update_info": {**info, "packed": True}})
+        sends.join(patient(30))
+        trainer.group.close()
+        assert rooms and all(room() is None for room in rooms)
+    finally:
+        gc.enable()
+
+
+BESIDE = """
+other, found, said = TRANSPORT(torch.device("cpu"), {}), [], []
+group, beside = meet(engine), meet(other)
+receives = threading.Thread(
+    target=other.receive, args=(info, lambda *_: part, lambda _, tensor: found.append(tensor)), daemon=True
+)
+receives.start()
+while not other._group._works:
+    pass
+group.begin_broadcast(torch.ones(10_000), "a", 30)
+try:
+    engine.receive(info, lambda *_: part, lambda *_: None)
+except WeightUpdateError as error:
+    print("10,000" in str(error) or "40,000" in str(error), flush=True)
+receives.join(0.3)  # long enough for a look at what was thrown
+beside.broadcast(torch.ones(100), "a", 30)
+receives.join(30)
+print(found[0].sum().item(), flush=True)
+"""
+
+
+def test_RL_W8_what_a_group_throws_is_no_matter_of_another_one_of_the_process() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", MEET + BESIDE], capture_output=True, text=True, timeout=patient(120), env=os.environ
+    )
+    assert done.stdout.splitlines() == ["True", "100.0"], done.stderr
+
+
+AT_EXIT = """
+import atexit, ctypes
+from octavo.rl.transport import thrown
+
+library = ctypes.CDLL("libstdc++.so.6")
+atexit.register(lambda: library._ZSt9terminatev())  # runs behind what `catch` registers
+assert thrown.catch()
+thrown._kind = None  # whoever enters Python now fails there
+"""
+
+
+def test_what_ends_a_process_at_its_exit_ends_it_as_before() -> None:
+    """No Python runs any more where the C++ library says what was thrown."""
+    done = subprocess.run(
+        [sys.executable, "-c", AT_EXIT], capture_output=True, text=True, timeout=patient(60), env=os.environ
+    )
+    assert done.returncode == -signal.SIGABRT
+    assert done.stderr.strip() == "terminate called without an active exception"

@@ -116,8 +116,15 @@ class Moves:
             is_later = made is _LATER
             return None if is_later else made
 
+        def result_or_error() -> Any:
+            try:
+                return result()
+            except Exception as error:
+                _let_go(error)
+                raise
+
         try:
-            told = self._tell(result)
+            told = self._tell(result_or_error)
         except Exception as error:
             if not answer.done():
                 answer.set_exception(error)
@@ -148,9 +155,21 @@ def _work_through(works: _Works) -> None:
         try:
             done.set_result(run())
         except BaseException as error:
+            _let_go(error)
             done.set_exception(error)
         on_news()
         del work, run, done, on_news
+
+
+def _let_go(error: BaseException) -> None:
+    """Of what those who failed had in hand: an error is in a cycle with its frames, which had buffers of weights.
+
+    One that is told by its words alone needs no frames; another one is nobody's fault but ours, and keeps them.
+    """
+    each: BaseException | None = error
+    while each is not None and isinstance(error, ValueError | OSError):
+        each.__traceback__ = None
+        each = each.__context__
 
 
 _LATER = object()  # in place of a result that comes later

@@ -18,9 +18,12 @@ def make_gloo(store: Any, rank: int, size: int, timeout: datetime.timedelta, hos
     """A process group of gloo. check: see in_time."""
     backend: Any = distributed.ProcessGroupGloo
     options = backend._Options()
-    options._devices = [backend.create_device(hostname=host)]
+    device, threads = thrown.with_thread(lambda: backend.create_device(hostname=host))
+    options._devices = [device]
     options._timeout = timeout
-    return in_time(lambda: backend(store, rank, size, options), timeout.total_seconds() + _ENDING, check)
+    group = in_time(lambda: backend(store, rank, size, options), timeout.total_seconds() + _ENDING, check)
+    thrown.belong(group, threads)
+    return group
 
 
 class GlooTransport(GroupTransport):

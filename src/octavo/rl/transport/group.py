@@ -155,13 +155,13 @@ class Group:
         """
         options = BroadcastOptions()
         options.rootRank, options.timeout = 0, datetime.timedelta(seconds=seconds * (1 + num_before))
-        num_thrown = thrown.num_thrown()
         works = [self._telling(name, seconds, lambda: self._group.broadcast([tensor], options))]
         self._works.append(works)
 
         def check() -> None:
-            if thrown.num_thrown() > num_thrown:
-                raise WeightUpdateError(_of_thrown(name, tensor.nbytes, thrown.last_thrown()))
+            said = thrown.said_by(self._group)
+            if said is not None:
+                raise WeightUpdateError(_of_thrown(name, tensor.nbytes, said))
             self.check()
 
         def wait() -> None:

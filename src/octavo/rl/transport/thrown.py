@@ -7,27 +7,41 @@ other exception ends the process, as before. A thread that has stopped is not us
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import logging
 import platform
 import threading
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 _LOG = logging.getLogger(__name__)
 _KIND = b"N4gloo13EnforceNotMetE"  # as the C++ ABI writes gloo::EnforceNotMet
-_said: list[str] = []  # by all groups of this process
+_TASKS = Path("/proc/self/task")  # a folder for each thread of this process
+_said: dict[int, str] = {}  # thread -> what it said; one that stands still keeps its number
+_threads_of: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()  # by group
+_making = threading.Lock()
 
 
-def num_thrown() -> int:
-    """How often this process's groups have thrown."""
-    return len(_said)
+def with_thread(make: Callable[[], Any]) -> tuple[Any, frozenset[int]]:
+    """What `make` gives, a device of gloo's, and the numbers of the threads that began meanwhile: its own is one."""
+    with _making:  # so that no other device's is
+        before = _threads()
+        return make(), _threads() - before
 
 
-def last_thrown() -> str:
-    """What the last one said: lengths, where they are known."""
-    return _said[-1]
+def belong(group: Any, threads: frozenset[int]) -> None:
+    """What these threads throw is the group's."""
+    _threads_of[group] = threads
+
+
+def said_by(group: Any) -> str | None:
+    """What a thread of this group threw: lengths, where they are known. None: none has thrown."""
+    threads = _threads_of.get(group, frozenset())
+    return next((said for thread, said in list(_said.items()) if thread in threads), None)
 
 
 @functools.cache
@@ -47,8 +61,8 @@ def catch() -> bool:
             for each in before:  # which ends the process
                 each()
             return
-        _said.append(_text(text_of))
-        _LOG.error("a group of gloo was given up, and a thread of it stands still: %s", _said[-1] or "it threw")
+        said = _said[threading.get_native_id()] = _text(text_of)
+        _LOG.error("a group of gloo was given up, and a thread of it stands still: %s", said or "it threw")
         threading.Event().wait()
 
     kept = _HANDLER(terminate)
@@ -56,7 +70,13 @@ def catch() -> bool:
     address = replace(kept)
     if address:
         before.append(_HANDLER(address))
+    atexit.register(replace, ctypes.c_void_p(address))  # what fails behind that finds no Python to run
     return True
+
+
+def _threads() -> frozenset[int]:
+    """The numbers of this process's threads, where the system tells."""
+    return frozenset(int(each.name) for each in _TASKS.iterdir()) if _TASKS.is_dir() else frozenset()
 
 
 _HANDLER = ctypes.CFUNCTYPE(None)
