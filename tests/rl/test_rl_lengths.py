@@ -175,6 +175,29 @@ def test_each_number_of_bytes_is_told_from_each_other(dtype: torch.dtype, num_el
     assert torch.equal(_alone(part, values[:size]), values[:size])
 
 
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_a_byte_fewer_is_refused_or_nan_and_no_finite_number_else_is(dtype: torch.dtype) -> None:
+    info, part = torch.finfo(dtype), [Incoming("a", dtype, (3,))]
+    lasts = torch.tensor([1.0, -1.0, 0.0, -0.0, info.max, info.min, info.tiny, -info.tiny], dtype=dtype)
+    for last in [*lasts, (info.smallest_normal * lasts[0] / 2)]:
+        values = torch.stack([lasts[0], lasts[1], last]).view(torch.uint8)
+        extent = Extent(part, likely=100)
+        extent.room[: len(values)] = values
+        assert torch.equal(extent.come(), values)
+    for upper in range(256):  # the last byte but one
+        values[-2] = upper
+        extent = Extent(part, likely=100)
+        extent.room[: len(values) - 1] = values[:-1]
+        least = torch.tensor([info.min], dtype=dtype).view(torch.uint8)
+        if torch.equal(extent.room[len(values) - dtype.itemsize : len(values)], least):
+            continue
+        try:
+            came = extent.come().view(dtype)
+        except WeightUpdateError:
+            continue
+        assert not came[-1].isfinite()
+
+
 def _alone(part: list[Incoming], values: Tensor) -> Tensor:
     """What comes into a buffer without room for more."""
     extent = Extent(part)

@@ -41,7 +41,7 @@ class Extent:
     def come(self) -> torch.Tensor:
         """What was announced, [bytes] uint8. Raises WeightUpdateError where fewer came, or more."""
         size, memory = self._size, self._memory
-        is_short = memory[size - 2 : size] == _MARK[-2:]
+        is_short = self._is_short()
         behind = memory[size : size + len(_MARK)]
         if not is_short and behind == _MARK[: len(behind)]:
             return self.room[:size]
@@ -50,6 +50,20 @@ class Extent:
             f"{_names(self._part)}: {size:,} bytes were announced ({_types(self._part)}), and "
             f"{came[-1] if came else 'fewer' if is_short else 'more'} came: {ADVICE}"
         )
+
+    def _is_short(self) -> bool:
+        """Whether what came ends before `size`.
+
+        Where a single byte is missing the last number has the mark's upper byte: it is NaN, or beyond -1.7e38, as no
+        weight is but for a type's least number, which stands for minus infinity.
+        """
+        size, dtype = self._size, self._part[-1].dtype
+        if self._memory[size - 2 : size] == _MARK[-2:]:
+            return True
+        if self._memory[size - 1] != _MARK[-1]:
+            return False
+        last = self.room[size - dtype.itemsize : size].clone().view(dtype)
+        return bool(last.isfinite() & (last != torch.finfo(dtype).min))
 
     def _likely_ends(self) -> list[int]:
         """Where what comes may end, with room for marks between."""

@@ -125,6 +125,7 @@ class Group:
             ) from None
         except (RuntimeError, OSError) as error:
             raise WeightTransferError(f"{self.peer} was not met within {timeout:g} s: {_line(error)}") from None
+        self._threads = thrown.threads_of(self._group)
         self._quiet = None if store else _quiet_connection(address, port)
         # Those that were begun, and may be on their way. A work holds the connection, and who keeps an error keeps its
         # frames: each is in a list of its own, which `close` empties.
@@ -159,7 +160,7 @@ class Group:
         self._works.append(works)
 
         def check() -> None:
-            said = thrown.said_by(self._group)
+            said = thrown.said_by(self._threads)
             if said is not None:
                 raise WeightUpdateError(_of_thrown(name, tensor.nbytes, said))
             self.check()

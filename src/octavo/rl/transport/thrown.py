@@ -38,9 +38,13 @@ def belong(group: Any, threads: frozenset[int]) -> None:
     _threads_of[group] = threads
 
 
-def said_by(group: Any) -> str | None:
-    """What a thread of this group threw: lengths, where they are known. None: none has thrown."""
-    threads = _threads_of.get(group, frozenset())
+def threads_of(group: Any) -> frozenset[int]:
+    """Those whose exceptions are the group's."""
+    return _threads_of.get(group, frozenset())
+
+
+def said_by(threads: frozenset[int]) -> str | None:
+    """What one of these threads threw: lengths, where they are known. None: none has thrown."""
     return next((said for thread, said in list(_said.items()) if thread in threads), None)
 
 
