@@ -57,15 +57,19 @@ def bits(outputs: list[RequestOutput]) -> list[Any]:
 
 @contextlib.contextmanager
 def stepping(llm: LLM) -> Iterator[None]:
-    """Within: the engine's loop runs, as a server's does."""
+    """Within: the engine's loop runs, as a server's does. Nobody else may step it then."""
     stop = threading.Event()
+    failed: list[BaseException] = []
 
     def spin() -> None:
-        while not stop.is_set():
-            if llm.engine.has_unfinished:
-                llm.engine.step()
-            else:
-                stop.wait(0.001)
+        try:
+            while not stop.is_set():
+                if llm.engine.has_unfinished:
+                    llm.engine.step()
+                else:
+                    stop.wait(0.001)
+        except BaseException as error:  # of the test, which is told at the end
+            failed.append(error)
 
     thread = threading.Thread(target=spin)
     thread.start()
@@ -74,6 +78,7 @@ def stepping(llm: LLM) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
+    assert not failed, f"the engine's loop ended: {failed}"
 
 
 def until_idle(llm: LLM) -> None:
@@ -409,8 +414,9 @@ def test_N_6_what_was_loaded_is_found_again(make_llm: Make):
     expected = bits(make_llm(**fields).generate(LONG, PARAMS))
     first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer"))
     second = make_llm(**fields, kv_transfer_config=p2p("kv_consumer"))
+    (told,) = prefill(first, LONG[:1])
     with stepping(first):
-        second.generate(LONG[:1], with_transfer(PARAMS, prefill(first, LONG[:1])[0]))
+        second.generate(LONG[:1], with_transfer(PARAMS, told))
     hits = second.engine.scheduler.kv.stats.hits
     assert bits(second.generate(LONG, PARAMS)) == expected
     assert second.engine.scheduler.kv.stats.hits - hits >= 64
