@@ -10,7 +10,7 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sized
-from typing import Any, SupportsIndex
+from typing import Any
 
 INT32_MAX = 2**31 - 1
 
@@ -45,11 +45,11 @@ def type_error(name: str, wanted: str, value: object) -> ParameterError:
 
 def plain_int(value: object) -> int | None:
     """An integer of any kind as a plain int, numpy's among them. None for anything else, bools and arrays too."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+    if isinstance(value, bool):
         return None
     try:
-        return operator.index(value)
-    except TypeError:  # arrays promise more than they hold
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:  # no integer; or an array, which promises more than it holds
         return None
 
 

@@ -211,6 +211,21 @@ class WindowDetokenizer:
         return self._backend.decode(token_ids, skip_special_tokens=False)
 
 
+class NoText:
+    """The detokenizer of requests that want none."""
+
+    def add(self, token_id: int) -> str:
+        """Nothing."""
+        return ""
+
+    def flush(self) -> str:
+        """Nothing."""
+        return ""
+
+
+NO_TEXT = NoText()
+
+
 class StopChecker:
     """Finds the first stop string to be completed, and holds back text that may be the start of one.
 

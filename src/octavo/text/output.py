@@ -25,7 +25,7 @@ from octavo.request.outputs import (
 )
 from octavo.request.sampling_params import ParameterError, RequestOutputKind, SamplingParams
 from octavo.request.updates import RequestUpdate
-from octavo.text.detokenizer import Detokenizer, StopChecker
+from octavo.text.detokenizer import NO_TEXT, Detokenizer, StopChecker
 from octavo.text.tokenizer import Tokenizer
 from octavo.text.told_of_tokens import TokenExperts, TokenSupports, wants_every_token
 from octavo.text.weight_versions import TokenVersions
@@ -276,7 +276,9 @@ class _Request:
     def output(self, finished: bool) -> RequestOutput:
         """What is due now. DELTA: only completions with news; else all of them."""
         delta = self.params.output_kind is RequestOutputKind.DELTA
-        due = [child for child in self.children if not delta or child.is_due()]
+        due = self.children
+        if delta and len(due) > 1:  # an only one is why there is an output
+            due = [child for child in due if child.is_due()]
         prompt_logprobs = self.prompt_logprobs
         if delta:
             self.prompt_logprobs = None  # handed out once
@@ -323,6 +325,7 @@ class _Child:
         "_pieces",
         "_sent_end",
         "_stop",
+        "_stream_interval",
         "_streams",
         "_supports",
         "_token_ids",
@@ -339,7 +342,7 @@ class _Child:
         self.request, self.index, self.child_id = request, index, child_id
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self._detokenizer: Detokenizer = _NO_TEXT
+        self._detokenizer: Detokenizer = NO_TEXT
         if params.detokenize and tokenizer is not None:
             self._detokenizer = tokenizer.detokenizer(
                 request.prompt_token_ids, params.skip_special_tokens, params.spaces_between_special_tokens
@@ -347,6 +350,7 @@ class _Child:
         stops = params.stop_strings
         self._stop = StopChecker(stops, params.include_stop_str_in_output) if stops else None
         self._streams = params.output_kind is not RequestOutputKind.FINAL_ONLY
+        self._stream_interval = params.stream_interval
         wanted = params.logprobs is not None or params.logprob_token_ids is not None
         self._logprobs = FlatLogprobs(request.decode) if wanted else None
         self._supports = TokenSupports() if params.return_sampling_mask else None
@@ -370,7 +374,7 @@ class _Child:
         if not self._streams:
             return False
         num_new = len(self._token_ids) - self._num_sent
-        return num_new >= self.request.params.stream_interval or (num_new > 0 and self._num_sent == 0)
+        return num_new >= self._stream_interval or (num_new > 0 and self._num_sent == 0)
 
     def take(self, update: RequestUpdate, now: float) -> bool:
         """Take one update. Returns whether a stop string ended the completion."""
@@ -381,10 +385,10 @@ class _Child:
             request.kv_transfer_params = update.kv_transfer_params
         if update.queue_time is not None and request.metrics.time_in_queue is None:
             request.metrics.time_in_queue = update.queue_time
-        if update.prompt_logprobs.num_positions and self.index == 0 and request.prompt_logprobs is not None:
+        if request.prompt_logprobs is not None and self.index == 0 and update.prompt_logprobs.num_positions:
             part = update.prompt_logprobs
             request.prompt_logprobs.add_packed(part.width, part.token_ids, part.logprobs, part.ranks)
-        if update.experts:
+        if update.experts.positions:
             self._experts = self._experts or TokenExperts(request.experts)
             self._experts.add(update.experts)
         if update.weights_version or update.weights_mixed:
@@ -451,7 +455,7 @@ class _Child:
     def _take_tokens(self, update: RequestUpdate, params: SamplingParams) -> bool:
         """Append tokens with their text up to a stop. Returns whether one was found here."""
         tokens, logprobs = update.tokens, update.logprobs
-        if self._detokenizer is _NO_TEXT and not wants_every_token(params):
+        if self._detokenizer is NO_TEXT and not wants_every_token(params):
             self._token_ids += tokens
             return False
         # the text of the token that stopped the request is no part of the answer, unless asked for
@@ -482,17 +486,6 @@ class _Child:
         return False
 
 
-class _NoText:
-    """The detokenizer of requests that want none."""
-
-    def add(self, token_id: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
-
-
-_NO_TEXT = _NoText()
 _PLAIN_VERSIONS = TokenVersions()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from octavo.request.outputs import WeightsSpan, cut_spans
+from octavo.request.outputs import WeightsSpan
 
 FIRST_VERSION = "default"  # of the weights that an engine starts with
 
@@ -26,6 +26,14 @@ class TokenVersions(NamedTuple):
 
     def spans(self, start: int, end: int) -> list[WeightsSpan]:
         """Of tokens start to end - 1."""
-        ends = [*(mark[0] for mark in self.marks[1:]), end]
-        marked = [WeightsSpan(own[1], own[0], last, own[2]) for own, last in zip(self.marks, ends, strict=True)]
-        return cut_spans(marked, start, end)
+        spans: list[WeightsSpan] = []
+        for first, version, mixed in reversed(self.marks):  # news lie behind the last one
+            if first <= start:
+                if start < end:
+                    spans.append(WeightsSpan(version, start, end, mixed))
+                break
+            if first < end:
+                spans.append(WeightsSpan(version, first, end, mixed))
+                end = first
+        spans.reverse()
+        return spans
