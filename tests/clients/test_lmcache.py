@@ -17,6 +17,7 @@ from engine_checks import GOOD_PROMPT, assert_idle
 from octavo import LLM, SamplingParams
 from octavo.config.settings import ConfigError
 from peer_engine import peer
+from ports import free_port
 
 pytestmark = pytest.mark.clients
 
@@ -41,8 +42,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> str:
 def server(packages: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """LMCache's server, and its address."""
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), packages)))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(port), "cpu"],
         env={**os.environ, "PYTHONPATH": path},

@@ -20,15 +20,11 @@ from octavo.config.settings import ConfigError
 from octavo.kv_connector.table import make_kind
 from octavo.kv_connector.worker.mooncake_store import MooncakeStore
 from peer_engine import peer
+from ports import free_port
 from test_connectors import EXTRA, PROMPTS, bits, host, multi, settle
 
 Make = Callable[..., LLM]
 FIELDS: dict[str, Any] = {"max_model_len": 512}
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def listens(process: subprocess.Popen[bytes], port: int) -> bool:

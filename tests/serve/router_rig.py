@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,11 +16,6 @@ from typing import Any
 from patience import patient
 
 SERVE = ["--model", "octavo-tiny", "--dtype", "float32", "--max-model-len", "512"]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class Process:
@@ -84,6 +78,14 @@ def until(process: Process, name: str, value: float) -> None:
     while process.metric(name) != value:
         assert time.monotonic() < deadline, f"{name} is {process.metric(name)}"
         time.sleep(0.05)
+
+
+def until_at_least(process: Process, name: str, value: float) -> None:
+    """An engine's figures come with its next heartbeat, which may be behind an answer."""
+    deadline = time.monotonic() + patient(20)
+    while process.metric(name) < value:
+        assert time.monotonic() < deadline, f"{name} is {process.metric(name)}"
+        time.sleep(0.02)
 
 
 def until_held(process: Process) -> None:

@@ -109,8 +109,11 @@ class RunningServer:
         return self.request("POST", path, body, **options)
 
     def raw(self, data: bytes, timeout: float = 5) -> bytes:
-        """Send bytes as they are; what comes back until the server closes, or nothing came for `timeout` seconds."""
-        with socket.create_connection((self.host, self.port), timeout=timeout) as connection:
+        """Send bytes as they are; what comes back until the server closes, or nothing came for so long.
+
+        timeout: seconds of a quiet machine.
+        """
+        with socket.create_connection((self.host, self.port), timeout=patient(timeout)) as connection:
             received = b""
             try:
                 connection.sendall(data)

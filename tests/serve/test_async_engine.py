@@ -96,7 +96,11 @@ def test_streams_of_every_kind_and_every_way_to_leave_them() -> None:
             assert tokens == said(PROMPT, 12) and last.outputs[0].finish_reason == "length"
             whole = params(12, output_kind=RequestOutputKind.CUMULATIVE)
             outputs = [o async for o in engine.generate("b", PROMPT, whole)]
-            assert outputs[-1].outputs[0].token_ids == said(PROMPT, 12) and len(outputs) > 1
+            assert outputs[-1].outputs[0].token_ids == said(PROMPT, 12)
+            longer = engine.generate("b", PROMPT, params(1000, output_kind=RequestOutputKind.CUMULATIVE))
+            one, two = [(await anext(longer)).outputs[0].token_ids for _ in range(2)]
+            assert 0 < len(one) < len(two) and two == said(PROMPT, len(two))
+            await longer.aclose()
             final = params(12, output_kind=RequestOutputKind.FINAL_ONLY, n=3)
             outputs = [o async for o in engine.generate("c", PROMPT, final)]
             assert len(outputs) == 1 and [o.token_ids for o in outputs[0].outputs] == [said(PROMPT, 12)] * 3

@@ -130,7 +130,7 @@ def test_a_stopped_engine_is_replaced() -> None:
 @pytest.mark.parametrize(
     ("fault", "reason", "seconds"),
     [
-        ("hang", "a step of the engine took more than", 3.0),
+        ("hang", "a step of the engine took more than", 1.5),
         ("raise", "a mock failure", 1.0),
         ("exit", "exited with code 7", 1.0),
     ],
@@ -142,7 +142,8 @@ def test_a_step_that_hangs_or_fails_ends_the_engine_and_says_why(fault: str, rea
             began = time.monotonic()
             await fails(engine.generate("a", PROMPT, params(9, extra_args={"fault": fault, "fault_after": 3})))
             await fails(other)
-            assert time.monotonic() - began < patient(seconds) and reason in engine.error
+            hangs = QUICK.step_deadline if fault == "hang" else 0.0  # it was stretched when the machine was as it was
+            assert time.monotonic() - began < hangs + patient(seconds) and reason in engine.error
             await engine.wait_ready(patient(10))
             await read(engine.generate("b", PROMPT, params(9)))
             assert engine.stats["num_restarts"] == 1
@@ -275,12 +276,12 @@ def test_requests_that_bring_the_engine_down_do_not_end_the_server() -> None:
 
 def test_a_request_whose_sender_left_is_suspected_too() -> None:
     async def main() -> None:
-        rules = Supervision(first_delay=0.02, max_delay=0.05, step_deadline=0.5, check_interval=0.05)
+        rules = Supervision(first_delay=0.02, max_delay=0.05, step_deadline=patient(1.0), check_interval=0.05)
         async with running(script("--faults"), supervision=rules) as engine:
             for number in range(2):
                 stream = engine.generate(f"a{number}", PROMPT, _fatal("hang"))
                 await anext(stream)
-                await until(lambda: engine.step_age > 0.3, patient(10))
+                await until(lambda: engine.step_age > 0.3, patient(10))  # beats come in 0.25 s
                 await stream.aclose()
                 await until(lambda count=number: engine.stats["num_restarts"] > count, patient(10))
                 await engine.wait_ready(patient(10))

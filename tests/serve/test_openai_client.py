@@ -316,7 +316,8 @@ def test_an_async_task_that_is_cancelled_is_aborted(server: RunningServer, model
                 model=model, prompt="y", max_tokens=1900, extra_body={"ignore_eos": True}, timeout=patient(60)
             )
             task = asyncio.create_task(asked)  # type: ignore[arg-type]
-            await asyncio.sleep(0.3)
+            while not await asyncio.to_thread(_num_open, server):
+                assert not task.done()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -329,12 +330,16 @@ def _until_idle(server: RunningServer) -> None:
     """Until no request runs, which takes a fraction of what the whole answer would have."""
     began = time.monotonic()
     while time.monotonic() - began < patient(2):
-        text = server.get("/metrics").body.decode()
-        (running,) = [line for line in text.splitlines() if line.startswith("octavo:num_requests_open{")]
-        if float(running.split()[-1]) == 0:
+        if not _num_open(server):
             return
         time.sleep(0.02)
     raise AssertionError("a request that nobody waits for goes on")
+
+
+def _num_open(server: RunningServer) -> int:
+    text = server.get("/metrics").body.decode()
+    (running,) = [line for line in text.splitlines() if line.startswith("octavo:num_requests_open{")]
+    return round(float(running.split()[-1]))
 
 
 def test_many_at_once_get_their_own_answers(server: RunningServer, model: str) -> None:

@@ -18,7 +18,8 @@ import pytest
 
 from octavo.router.main import main
 from patience import patient
-from router_rig import Process, free_port, until
+from ports import free_port
+from router_rig import Process, until
 
 EVENT = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
 LOST = b'data: {"error": {"message": "lost", "type": "server_error", "param": null, "code": "kv_load_failed"}}\n\n'
@@ -117,7 +118,7 @@ def routed(tmp_path: Path) -> Iterator[Callable[..., Routed]]:
         first, second = [Fake(prefills) for _ in range(num_prefill)], [Fake(decodes) for _ in range(num_decode)]
         urls = [part for each in first for part in ("--prefill", each.url)]
         urls += [part for each in second for part in ("--decode", each.url)]
-        looks = ["--health-interval", "0.1", "--health-timeout", "0.5"]
+        looks = ["--health-interval", "0.1", "--health-timeout", "60"]  # on a busy machine one of these is slow, too
         router = Process(tmp_path / "router.log", free_port(), "router", *urls, *looks, *flags)
         made.extend([*first, *second, router])
         router.wait("/health")
@@ -153,8 +154,13 @@ def together(router: Process, count: int) -> list[tuple[int, Any]]:
     return answers
 
 
+def soon() -> tuple[str, str]:
+    """For routers that are to notice a server that hangs."""
+    return "--health-timeout", str(patient(0.5))
+
+
 def test_D_8_requests_that_wait_for_a_server_which_hangs_are_taken_from_it(routed):
-    router, first, second = routed(num_prefill=2)
+    router, first, second = routed(*soon(), num_prefill=2)
     for hung in (first[0], second[0]):
         hung.goes_on.clear()
         began = time.monotonic()
@@ -168,7 +174,7 @@ def test_D_8_requests_that_wait_for_a_server_which_hangs_are_taken_from_it(route
 
 
 def test_D_8_all_prefill_servers_hang_and_the_decode_server_computes_alone(routed):
-    router, first, second = routed(num_decode=1)
+    router, first, second = routed(*soon(), num_decode=1)
     first[0].goes_on.clear()
     assert ask(router, "p") == (200, {"text": "p", "had": False})
     second[0].goes_on.clear()
@@ -177,7 +183,7 @@ def test_D_8_all_prefill_servers_hang_and_the_decode_server_computes_alone(route
 
 
 def test_D_8_a_stream_that_has_begun_ends_with_an_error_when_its_server_hangs_or_dies(routed):
-    router, _, second = routed(num_decode=1)
+    router, _, second = routed(*soon(), num_decode=1)
 
     def hangs(handler: _Handler, body: dict[str, Any]) -> None:
         handler.begin()
@@ -363,7 +369,7 @@ def test_P_D_6_offers_for_a_client_that_has_gone_are_released(routed):
 
 
 def test_P_offers_of_a_prefill_server_that_hung_are_released_when_it_goes_on(routed):
-    router, (first,), _ = routed(num_decode=1)
+    router, (first,), _ = routed(*soon(), num_decode=1)
     first.goes_on.clear()
     assert ask(router, "p") == (200, {"text": "p", "had": False})
     first.goes_on.set()

@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from patience import patient
-from router_rig import Process, free_port, server, settled, until
+from ports import free_port
+from router_rig import Process, server, settled, until, until_at_least
 
 NUM_KILLS, NUM_CLIENTS = int(os.environ.get("KILLS", "200")), 4
 WAYS = ("SIGKILL", "SIGSTOP")
@@ -279,5 +280,5 @@ def test_D_4_D_8_kills_at_random_places_lose_no_request_and_all_comes_back(clust
             given = {**asked, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
             told = first.ask("POST", "/v1/completions", given)[1]["kv_transfer_params"]
             assert plain(second, {**asked, "kv_transfer_params": told}) == plain(first, asked)
-            assert second.metric("vllm:external_prefix_cache_hits_total") > hits + 64
+            until_at_least(second, "vllm:external_prefix_cache_hits_total", hits + 65)
     settled(*cluster.prefill, *cluster.decode)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from patience import patient
-from router_rig import SERVE, Process, free_port, until
+from ports import free_port
+from router_rig import SERVE, Process, until
 
 ROLES = ("kv_producer", "kv_consumer")
 

@@ -26,10 +26,10 @@ from server_rig import SRC, RunningServer, StartServer
 LONG = {"model": "octavo-tiny", "prompt": "say it again", "max_tokens": 2000, "ignore_eos": True}
 
 
-def paced(start_server: StartServer, *argv: str, seconds: float = 0.05) -> RunningServer:
-    """The mock engine with steps that take some time."""
+def paced(start_server: StartServer, *argv: str, seconds: float = 0.05, **more: str) -> RunningServer:
+    """The mock engine with steps that take some time. `more`: of its environment."""
     path = os.pathsep.join([str(SRC), str(Path(__file__).parent)])
-    return start_server(*argv, mock="paced_engine", env={"PACE": str(seconds), "PYTHONPATH": path})
+    return start_server(*argv, mock="paced_engine", env={"PACE": str(seconds), "PYTHONPATH": path, **more})
 
 
 def wait_for(condition: Any, seconds: float = 5) -> float:
@@ -148,7 +148,7 @@ def test_a_client_that_leaves_ends_its_request(start_server: StartServer, stream
             client.read_event()
         wait_for(lambda: server.get("/load").json() == {"server_load": 1})
         wait_for(lambda: metric(server, "vllm:num_requests_running") == 4)
-    assert wait_for(lambda: server.get("/load").json() == {"server_load": 0}) < 1
+    assert wait_for(lambda: server.get("/load").json() == {"server_load": 0}) < patient(1)
     wait_for(lambda: metric(server, "vllm:num_requests_running") == 0, 2)
     assert metric(server, "vllm:kv_cache_usage_perc") == 0
     assert "status=499" in server.stderr()
@@ -179,7 +179,7 @@ def test_an_idle_stream_shows_life(start_server: StartServer) -> None:
 
 
 def test_a_request_may_live_so_long(start_server: StartServer) -> None:
-    server = paced(start_server, "--request-timeout", "0.4")
+    server = paced(start_server, "--request-timeout", "0.4", seconds=0.005)
     reply = server.post("/v1/completions", LONG)
     assert (reply.status, reply.json()["error"]["code"]) == (504, "timeout")
     events = server.post("/v1/completions", LONG | {"stream": True}).events()
@@ -219,11 +219,12 @@ def test_what_no_queue_could_take_is_a_mistake_and_not_to_be_sent_again(start_se
         assert server.post("/v1/completions", body | fields).status == 200
 
 
-def test_sigterm_lets_requests_end(start_server: StartServer) -> None:
+def test_sigterm_lets_requests_end(start_server: StartServer, tmp_path: Path) -> None:
     """The running one ends by itself, a new one is refused, the exit code is 0."""
-    server = paced(start_server)
+    gate = tmp_path / "gate"  # it runs until the new one was refused
+    server = paced(start_server, seconds=0.2, GATE=str(gate))
     replies = []
-    body = LONG | {"max_tokens": 20}
+    body = LONG | {"max_tokens": 200}
     thread = threading.Thread(target=lambda: replies.append(server.post("/v1/completions", body)))
     thread.start()
     wait_for(lambda: server.get("/load").json() == {"server_load": 1})
@@ -232,8 +233,9 @@ def test_sigterm_lets_requests_end(start_server: StartServer) -> None:
     refused = server.post("/v1/completions", body)
     assert (refused.status, refused.json()["error"]["code"]) == (503, "draining")
     assert refused.headers["connection"] == "close"
+    gate.touch()
     thread.join()
-    assert replies[0].status == 200 and replies[0].json()["usage"]["completion_tokens"] == 20
+    assert replies[0].status == 200 and replies[0].json()["usage"]["completion_tokens"] == 200
     assert server.process.wait(patient(10)) == 0
 
 
