@@ -63,8 +63,8 @@ class OctavoServer:
         kept = ("token_ids", "finish_reason", "weight_versions")
         return {name: choice[name] for name in kept} | {"logprobs": scores}
 
-    def send(self, named: Iterable[tuple[str, torch.Tensor]], version: str | None = None) -> None:
-        """New weights, with a checkpoint's names. No cache is to be reset: blocks know their weights."""
+    def send(self, named: torch.nn.Module | Iterable[tuple[str, torch.Tensor]], version: str | None = None) -> None:
+        """A module's weights, or ones with a checkpoint's names. No cache is to be reset: blocks know their weights."""
         self.sender.send(named, version)
 
     def post(self, path: str, body: Any = None) -> Any:

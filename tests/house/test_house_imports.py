@@ -71,9 +71,12 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "sampling": ({"device", "grammar", "ops", "words"}, {"torch", "numpy"}),
     # a trainer's side: the engine's operators, layers and families, and nothing that runs requests
     "rl": (
-        {"attention", "cache", "layers", "models", "ops", "states", "words", "rl.sender", "rl.current_weights"},
+        {"attention", "cache", "layers", "models", "ops", "states", "words", "rl.sender", "rl.current_weights"}
+        | {"rl.rollouts.completion"},
         {"torch", "xxhash"},
     ),
+    # outputs and answers by their fields alone, whoever the sampler is; arrays of experts come as .npy
+    "rl.rollouts.completion": (set(), {"numpy"}),
     # the state machine of a weight update: an engine's loop, its frontends and a sender know it, without torch
     "rl.session": ({"rl.moves"}, {"msgspec"}),
     # what of it waits for a trainer beside the steps

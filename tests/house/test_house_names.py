@@ -21,7 +21,8 @@ PROTOCOLS = {
 }  # fmt: skip
 # What users and vLLM's programs read of an answer, or call.
 PROMISED = {
-    "get_tokenizer", "apply_chat_template", "decoded_token", "decoded_tokens", "start_indices", "end_indices",
+    "get_tokenizer", "apply_chat_template", "decoded_token", "decoded_tokens", "end_indices",
+    "of_answers", "of_ids",  # docs/rl.md
     "prompt_tokens_details", "completion_tokens_details", "owned_by", "permission",
     "extract", "inject", "split_kv",  # docs/attention.md
     "resume_generation", "set_bfloat16_chain",  # a trainer's

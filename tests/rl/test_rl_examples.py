@@ -52,7 +52,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A module of examples/rl by its name."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     trainers.install(monkeypatch)
-    for name in ("octavo_server", "verl_octavo", "nemo_rl_octavo", "trl_async"):
+    for name in ("octavo_server", "verl_octavo", "nemo_rl_octavo", "trl_async", "grpo"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module
 
@@ -78,6 +78,24 @@ def test_rl_a2_trls_asynchronous_weights(example: Any, new: Weights, right: Righ
             assert choice["token_ids"] == right[1][0]
             assert choice["weight_versions"][0]["version"] == f"update-{turn}"
         weights.destroy()
+
+
+def test_rl_a7_a_loop_against_a_server_has_ratios_of_one_in_each_first_pass(
+    example: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RL.A7: float32 masters, a temperature, n completions of a prompt, microbatches, a second pass."""
+    module = example("grpo")
+    monkeypatch.setattr(module, "MICROBATCH", 64)
+    loop = module.Loop(TINY, max_tokens=10, lr=1e-3)
+    try:
+        said = [loop.update(step, [[5, 6, 7], PROMPT[:20]]) for step in range(3)]
+        drawn = loop.draw([[5, 6, 7]])
+        loop.learn(drawn, torch.ones(module.N))
+        stale = drawn.logprobs(loop.model, module.TEMPERATURE) != drawn.old
+    finally:
+        loop.close()
+    assert [each[1:] for each in said] == [(1.0, 1.0)] * 3
+    assert stale.any(), "weights that are not the server's are seen"
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ in: the same weights in transformers' forward, the weights before the update, an
 
 from __future__ import annotations
 
+import ast
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -147,15 +148,36 @@ def test_RL_N6_three_updates_over_http(sampler: OverHttp, dtype: torch.dtype) ->
     _run(Loop(sampler, dtype), num_updates=3, group=3, max_tokens=12)
 
 
+def lines_of_the_page() -> str:
+    """Its first block of Python."""
+    page = (Path(__file__).resolve().parents[2] / "docs/rl.md").read_text(encoding="utf-8")
+    assert page.startswith("# Your loop, exact in ten lines\n")
+    return page.partition("```python\n")[2].partition("```")[0]
+
+
 def test_RL_A7_the_lines_of_the_page_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(TINY, tmp_path / "policy")
     monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).resolve().parents[2] / "docs/rl.md").read_text(encoding="utf-8")
-    code = page.partition("```python\n")[2].partition("```")[0]
+    code = lines_of_the_page()
     assert "range(100)" in code
     own: dict[str, Any] = {}
-    exec(code.replace("range(100)", "range(2)"), own)
-    assert all(torch.equal(each, torch.ones_like(each)) for each in [own["ratio"]])
+    exec(code.replace("range(100)", "range(3)"), own)
+    assert torch.equal(own["ratio"], torch.ones_like(own["ratio"])) and len(own["ratio"]) > 16
+    assert own["llm"].get_weight_version() == "step-2"
+    own["llm"].close()
+
+
+def test_RL_A7_the_page_has_ten_lines_beside_its_imports() -> None:
+    """Plain ones: a statement each, of which none is folded, and what a loop is about is to be seen in them."""
+    module = ast.parse(lines_of_the_page())
+    imports = [each for each in module.body if isinstance(each, ast.Import | ast.ImportFrom)]
+    (loop,) = (each for each in module.body if isinstance(each, ast.For))
+    statements = [each for each in [*module.body, *loop.body] if each not in imports]
+    written = [line for line in lines_of_the_page().splitlines() if line.strip()]
+    assert len(imports) + len(statements) == len(written) and len(statements) <= 10
+    assert len({each.lineno for each in statements}) == len(statements) and max(map(len, written)) <= 120
+    assigned = [each.targets[0].id for each in loop.body if isinstance(each, ast.Assign)]  # type: ignore[attr-defined]
+    assert {"ratio", "loss"} <= set(assigned)
 
 
 @pytest.mark.slow

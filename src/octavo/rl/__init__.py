@@ -2,7 +2,8 @@
 
 Operators with gradients, each the sampler's own: `linear`, `norm`, `add`, `qk_norm_rope`, `attention`, `gated`, `moe`,
 `head_linear`, `latent_rope`, `token_logprob`, `head_logprob`. `Pack` holds sequences; `convert` makes a transformers
-model run them; `logprobs` and `assert_same` are what a loop calls. `WeightSource` and `Sender` bring a trainer's
+model run them; `Drawn` is what a sampler drew, with its log-probabilities beside the trainer's; `logprobs` and
+`assert_same` are what a loop calls. `WeightSource` and `Sender` bring a trainer's
 weights to an engine, whose side is `session`, `plan`, `in_place`, `receiver` and `transport`. No engine is imported.
 Names load on first use: an engine's loop knows the session alone, without torch.
 """
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from octavo.rl.current_weights import checksum as checksum
     from octavo.rl.pack import NO_TOKEN as NO_TOKEN
     from octavo.rl.pack import Pack as Pack
+    from octavo.rl.rollouts.drawn import Drawn as Drawn
     from octavo.rl.scoring import logprobs as logprobs
     from octavo.rl.sender import Sender as Sender
     from octavo.rl.sender import WeightSource as WeightSource
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "Difference": "octavo.rl.check",
     "DifferenceError": "octavo.rl.check",
+    "Drawn": "octavo.rl.rollouts.drawn",
     "LogProbs": "octavo.rl.autograd.logprob",
     "NO_TOKEN": "octavo.rl.pack",
     "Pack": "octavo.rl.pack",
@@ -66,6 +69,7 @@ __all__ = [
     "NO_TOKEN",
     "Difference",
     "DifferenceError",
+    "Drawn",
     "LogProbs",
     "Pack",
     "Sender",

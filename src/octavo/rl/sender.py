@@ -159,15 +159,15 @@ class Sender:
 
     def send(
         self,
-        source: WeightSource | Iterable[tuple[str, torch.Tensor]],
+        source: nn.Module | Mapping[str, torch.Tensor] | WeightSource | Iterable[tuple[str, torch.Tensor]],
         version: str | None = None,
         *,
         on_running: str = "recompute",
     ) -> None:
         """One update, from its start to its finish. Raises what the engine refuses, and WeightTransferError.
 
-        source: names and tensors may also come one by one, as a trainer gathers them; the memory of one may be the
-        next one's.
+        source: a module or its tensors by name, as they are now; or a WeightSource of them, which may round. Names and
+        tensors may also come one by one, as a trainer gathers them; the memory of one may be the next one's.
         """
         if not self._has_met:
             self._meet()
@@ -305,8 +305,12 @@ def _folder_of(backend: str, folder: str | os.PathLike[str] | None) -> Path:
     return path
 
 
-def _sources(source: WeightSource | Iterable[tuple[str, torch.Tensor]]) -> Iterator[WeightSource]:
+def _sources(
+    source: nn.Module | Mapping[str, torch.Tensor] | WeightSource | Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[WeightSource]:
     """A source, or ones of a buffer's bytes of what comes one by one."""
+    if isinstance(source, nn.Module | Mapping):
+        source = WeightSource(source)
     if isinstance(source, WeightSource):
         yield source
         return
