@@ -263,7 +263,7 @@ def test_D_2_sides_may_keep_other_snapshots(make_llm: Make):
 def test_T_5_states_of_sides_whose_blocks_differ_are_refused_by_both_values(make_llm: Make, caplog):
     prompts = [LONG[:100]]
     expected = answers(make_llm(**TINY), prompts)
-    first = make_llm(**TINY, block_size=32, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=1))
+    first = make_llm(**TINY, block_size=32, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=300))
     config = p2p("kv_consumer", kv_load_failure_policy="recompute")
     second = make_llm(**TINY, kv_transfer_config=config)
     assert fetched(first, second, prompts, prompts, PARAMS) == expected
@@ -296,7 +296,7 @@ def test_an_offer_that_is_cut_short_of_its_state_is_computed(make_llm: Make):
 def test_T_5_states_do_not_pass_between_blocks_of_other_sizes(make_llm: Make, caplog):
     """Refused by both values, and computed."""
     expected = answers(make_llm(**TINY), [LONG[:150]])
-    first = make_llm(**TINY, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=1))
+    first = make_llm(**TINY, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=300))
     config = p2p("kv_consumer", kv_load_failure_policy="recompute")
     second = make_llm(**{**TINY, "block_size": 32}, kv_transfer_config=config)
     assert fetched(first, second, [LONG[:150]], [LONG[:150]], PARAMS) == expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import itertools
 import random
 import socket
 import threading
@@ -28,6 +27,8 @@ from octavo.kv_connector.worker.pair import Hello, Pair, TransferError, Welcome
 from octavo.kv_connector.worker.ways.gloo import GlooWay
 from octavo.kv_connector.worker.ways.nccl import NcclWay
 from octavo.rl.transport.gloo import make_gloo
+from patience import patient
+from ports import free_port
 
 PROMPTS = [GOOD_PROMPT * 9, GOOD_PROMPT * 3 + "x = 1", "nothing that was said before"]
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=12, logprobs=2)
@@ -161,11 +162,11 @@ def test_P_4_O_2_nccl_goes_the_same_way_and_is_refused_without_a_gpu(make_llm: M
 Spoil = Callable[[LLM, dict[str, Any]], None]
 
 
-def refused(make_llm: Make, policy: str, spoil: Spoil, **fields: Any) -> None:
-    first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=0.5))
+def refused(make_llm: Make, policy: str, spoil: Spoil, *, timeout: float = 0.5, **fields: Any) -> None:
+    first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=timeout))
     second = make_llm(
         max_model_len=512,
-        kv_transfer_config=p2p("kv_consumer", kv_transfer_timeout=0.5, kv_load_failure_policy=policy),
+        kv_transfer_config=p2p("kv_consumer", kv_transfer_timeout=timeout, kv_load_failure_policy=policy),
         **fields,
     )
     told = prefill(first, PROMPTS[:1])
@@ -173,7 +174,7 @@ def refused(make_llm: Make, policy: str, spoil: Spoil, **fields: Any) -> None:
     started = time.monotonic()
     with stepping(first):
         outputs = second.generate(PROMPTS[:1], with_transfer(PARAMS, told[0]))
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < patient(60)
     if policy == "fail":
         assert outputs[0].outputs[0].stop_reason == "kv_load_failed"
     elif not fields:
@@ -185,8 +186,7 @@ def refused(make_llm: Make, policy: str, spoil: Spoil, **fields: Any) -> None:
 
 def dead(first: LLM, told: dict[str, Any]) -> None:
     """Nobody listens there any more."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        told["remote_port"] = listener.getsockname()[1]
+    told["remote_port"] = free_port()
 
 
 def silent(first: LLM, told: dict[str, Any]) -> None:
@@ -215,7 +215,7 @@ def test_P_3_blocks_of_another_engine_than_the_one_that_was_named_are_not_taken(
     taker = p2p("kv_consumer", kv_load_failure_policy=policy, **WAYS[name])
     first, second = (
         make_llm(max_model_len=512, kv_transfer_config=config)
-        for config in (p2p("kv_producer", engine_id="the new one", kv_transfer_timeout=5, **WAYS[name]), taker)
+        for config in (p2p("kv_producer", engine_id="the new one", kv_transfer_timeout=300, **WAYS[name]), taker)
     )
     expected = bits(make_llm(max_model_len=512).generate(PROMPTS[:1], PARAMS))
     for known in (False, True):  # the second time over a connection that is there
@@ -242,7 +242,7 @@ def test_P_3_blocks_of_another_engine_than_the_one_that_was_named_are_not_taken(
 
 
 def test_P_3_an_engine_of_another_cache_is_refused_by_both_names(make_llm: Make, caplog):
-    refused(make_llm, "recompute", lambda first, told: None, dtype="bfloat16")
+    refused(make_llm, "recompute", lambda first, told: None, dtype="bfloat16", timeout=300)  # it says so
     assert "its dtype is 'float32', yours 'bfloat16'" in caplog.text
 
 
@@ -269,6 +269,7 @@ def test_N_2_connections_to_engines_that_have_gone_are_let_go(name, make_llm: Ma
         assert second.reset_prefix_cache()
         assert list(idle) == [(told["remote_host"], told["remote_port"])]
         first.close()
+        assert all(pair.says_something(60) for pairs in idle.values() for pair in pairs), "the end has come here"
     assert not second.engine.scheduler.stats().num_load_failures
 
 
@@ -316,15 +317,15 @@ def test_P_1_one_transfer_id_is_offered_once_and_what_lacks_is_computed_here(mak
 
 def test_P_3_a_peer_that_is_gone_when_blocks_are_to_go_is_told_at_once_and_in_one_line(capfd):
     """It asked, and died: nobody listens where the group was to meet."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as meeting:
-        port = meeting.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         other = socket.create_connection(listener.getsockname())
         pair = Pair(listener.accept()[0], 60.0)
     other.close()
     started, job = time.monotonic(), cast(Job, None)
     with contextlib.closing(pair), pytest.raises(TransferError, match=rf"port {port} cannot be reached"):
         GlooWay(cast(CacheBytes, None)).give(pair, str(port).encode(), job, [[1]])
-    assert time.monotonic() - started < 30 and "frame #" not in capfd.readouterr().err
+    assert time.monotonic() - started < patient(30) and "frame #" not in capfd.readouterr().err
 
 
 def test_a_port_that_is_taken_is_refused(make_llm: Make):
@@ -348,7 +349,7 @@ def test_N_a_missing_library_is_refused_with_the_line_that_installs_it(make_llm:
 
 def test_N_3_sides_that_move_bytes_in_other_ways_are_refused_by_both_names(make_llm: Make, monkeypatch):
     monkeypatch.setattr(GlooWay, "name", "another")
-    first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=0.5))
+    first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=300))
     told = prefill(first, PROMPTS[:1])[0]
     for hello, said in [
         (Hello(way="gloo", cache=msgspec.Raw(b"\x80")), "its blocks go by another, yours come by gloo"),
@@ -356,72 +357,15 @@ def test_N_3_sides_that_move_bytes_in_other_ways_are_refused_by_both_names(make_
     ]:
         address = told["remote_host"], told["remote_port"]
         with stepping(first), contextlib.closing(socket.create_connection(address)) as sock:
-            pair = Pair(sock, 5.0)
+            pair = Pair(sock, 60.0)
             pair.send(hello)
             assert said in pair.receive(Welcome).refused
+    assert first.engine.scheduler.loads.connector.release([told["transfer_id"]]) == 1
     until_idle(first)
 
 
 LONG = [GOOD_PROMPT * 30, *PROMPTS[1:]]
-R2, R8 = {"attention_config": {"kernel_block_size": 16}}, {"attention_config": {"kernel_block_size": 8}}
-SIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "16 to 64": ({"block_size": 16, "kv_cache_layout": "LBHNC"}, {"block_size": 64, "kv_cache_layout": "BLNHC"}),
-    "64 to 16": ({"block_size": 64, "kv_cache_layout": "LBNHC"}, {"block_size": 16, "kv_cache_layout": "BLHNC"}),
-    "32/16 to 64/8": ({"block_size": 32, "kv_cache_layout": "LBHNC", **R2}, {"block_size": 64, **R8}),
-    "layer by layer": ({"kv_cache_layout": "LBHNC"}, {"kv_cache_layout": "BLHNC"}),
-}
-
-
 EXTRA_WRITE = {"kv_connector_extra_config": {"transfer_mode": "write"}}
-
-
-@pytest.mark.parametrize(
-    ("sides", "name"),
-    [
-        *itertools.product(SIDES, ("p2p", "nixl")),
-        *itertools.product(("16 to 64", "layer by layer"), ("push",)),
-        ("16 to 64", "mooncake"),
-    ],
-)
-def test_T_2_T_3_N_5_N_6_sides_of_other_blocks_and_layouts_give_one_engines_bits(sides, name, make_llm: Make):
-    """The second time the second engine has the beginning of the prompts, so fewer blocks come than were offered."""
-    need_library(WAYS[name]["kv_connector"])
-    ours, theirs = ({"max_model_len": 512, **fields} for fields in SIDES[sides])
-    expected = bits(make_llm(**theirs).generate(LONG, PARAMS))
-    first = make_llm(**ours, kv_transfer_config=p2p("kv_producer", **WAYS[name]))
-    second = make_llm(**theirs, kv_transfer_config=p2p("kv_consumer", **WAYS[name]))
-    for known in (0, 64):
-        assert second.reset_prefix_cache()
-        if known:
-            tokens = second.generate(LONG[0], PARAMS)[0].prompt_token_ids
-            assert second.reset_prefix_cache()
-            second.generate({"prompt_token_ids": tokens[: known + 1]}, PARAMS)
-        told = prefill(first, LONG)
-        before = second.engine.scheduler.stats()
-        with stepping(first):
-            asked = [with_transfer(PARAMS, each) for each in told]
-            assert bits(second.generate(LONG, asked)) == expected
-        until_idle(first)
-        until_idle(second)
-        stats = second.engine.scheduler.stats()
-        assert not stats.num_load_failures
-        assert stats.num_scheduled_tokens - before.num_scheduled_tokens == len(LONG) * 12, known
-
-
-def test_N_6_what_was_loaded_is_found_again(make_llm: Make):
-    """Blocks that came in other sizes are published as those that were computed here."""
-    fields = {"max_model_len": 512, "block_size": 64}
-    expected = bits(make_llm(**fields).generate(LONG, PARAMS))
-    first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer"))
-    second = make_llm(**fields, kv_transfer_config=p2p("kv_consumer"))
-    (told,) = prefill(first, LONG[:1])
-    with stepping(first):
-        second.generate(LONG[:1], with_transfer(PARAMS, told))
-    hits = second.engine.scheduler.kv.stats.hits
-    assert bits(second.generate(LONG, PARAMS)) == expected
-    assert second.engine.scheduler.kv.stats.hits - hits >= 64
-    until_idle(second)
-    until_idle(first)
 
 
 def test_T_2_T_5_C_13_a_window_that_slides_comes_from_smaller_blocks_and_nobody_else_finds_what_is_not_whole(
@@ -462,7 +406,7 @@ def test_T_2_T_5_C_13_a_window_that_slides_comes_from_smaller_blocks_and_nobody_
 def test_N_3_N_5_one_side_that_pushes_and_one_that_pulls_are_refused_by_both_names(make_llm: Make, caplog):
     need_library("nixl")
     expected = bits(make_llm(max_model_len=512).generate(PROMPTS[:1], PARAMS))
-    first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=1, **WAYS["push"]))
+    first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer", kv_transfer_timeout=300, **WAYS["push"]))
     config = p2p("kv_consumer", kv_load_failure_policy="recompute", **WAYS["nixl"])
     second = make_llm(max_model_len=512, kv_transfer_config=config)
     told = prefill(first, PROMPTS[:1])

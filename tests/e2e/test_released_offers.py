@@ -13,6 +13,7 @@ from engine_checks import num_missing_blocks
 from octavo import LLM
 from octavo.kv_connector.worker.pair import Ask, Hello, Pair, Told, Welcome
 from octavo.kv_connector.worker.ways.gloo import GlooWay
+from ports import free_port
 from test_p2p import PARAMS, PROMPTS, WAYS, Make, bits, need_library, p2p, prefill, stepping, until_idle, with_transfer
 
 LONG = 300.0  # seconds: a machine under load is not that slow
@@ -192,7 +193,6 @@ def test_P_weights_of_another_version_are_refused_by_both_values(make_llm: Make,
 def test_P_3_loads_that_fail_are_counted_among_the_errors(make_llm: Make):
     second = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_consumer", kv_load_failure_policy="recompute"))
     told = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "transfer_id": "x", "remote_num_tokens": 32}
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        told["remote_port"] = listener.getsockname()[1]
+    told["remote_port"] = free_port()
     second.generate(PROMPTS[:1], with_transfer(PARAMS, told))
     assert second.engine.scheduler.loads.connector.stats().num_errors == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import random_models
 from octavo import LLM
 from peer_engine import peer
-from test_p2p import LONG, PARAMS, bits, need_library, p2p, stepping, until_idle, with_transfer
+from test_p2p import LONG, PARAMS, WAYS, bits, need_library, p2p, prefill, stepping, until_idle, with_transfer
 
 Make = Callable[..., LLM]
 SMALL = {"block_size": 16, "kv_cache_layout": "BLHNC"}
@@ -23,6 +24,62 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "int8": {"kv_cache_dtype": "int8"},
     "zeroed": {"attention_backend": "flex"},
 }
+R2, R8 = {"attention_config": {"kernel_block_size": 16}}, {"attention_config": {"kernel_block_size": 8}}
+SIDES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "16 to 64": ({"block_size": 16, "kv_cache_layout": "LBHNC"}, {"block_size": 64, "kv_cache_layout": "BLNHC"}),
+    "64 to 16": ({"block_size": 64, "kv_cache_layout": "LBNHC"}, {"block_size": 16, "kv_cache_layout": "BLHNC"}),
+    "32/16 to 64/8": ({"block_size": 32, "kv_cache_layout": "LBHNC", **R2}, {"block_size": 64, **R8}),
+    "layer by layer": ({"kv_cache_layout": "LBHNC"}, {"kv_cache_layout": "BLHNC"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("sides", "name"),
+    [
+        *itertools.product(SIDES, ("p2p", "nixl")),
+        *itertools.product(("16 to 64", "layer by layer"), ("push",)),
+        ("16 to 64", "mooncake"),
+    ],
+)
+def test_T_2_T_3_N_5_N_6_sides_of_other_blocks_and_layouts_give_one_engines_bits(sides, name, make_llm: Make):
+    """The second time the second engine has the beginning of the prompts, so fewer blocks come than were offered."""
+    need_library(WAYS[name]["kv_connector"])
+    ours, theirs = ({"max_model_len": 512, **fields} for fields in SIDES[sides])
+    expected = bits(make_llm(**theirs).generate(LONG, PARAMS))
+    first = make_llm(**ours, kv_transfer_config=p2p("kv_producer", **WAYS[name]))
+    second = make_llm(**theirs, kv_transfer_config=p2p("kv_consumer", **WAYS[name]))
+    for known in (0, 64):
+        assert second.reset_prefix_cache()
+        if known:
+            tokens = second.generate(LONG[0], PARAMS)[0].prompt_token_ids
+            assert second.reset_prefix_cache()
+            second.generate({"prompt_token_ids": tokens[: known + 1]}, PARAMS)
+        told = prefill(first, LONG)
+        before = second.engine.scheduler.stats()
+        with stepping(first):
+            asked = [with_transfer(PARAMS, each) for each in told]
+            assert bits(second.generate(LONG, asked)) == expected
+        until_idle(first)
+        until_idle(second)
+        stats = second.engine.scheduler.stats()
+        assert not stats.num_load_failures
+        assert stats.num_scheduled_tokens - before.num_scheduled_tokens == len(LONG) * 12, known
+
+
+def test_N_6_what_was_loaded_is_found_again(make_llm: Make):
+    """Blocks that came in other sizes are published as those that were computed here."""
+    fields = {"max_model_len": 512, "block_size": 64}
+    expected = bits(make_llm(**fields).generate(LONG, PARAMS))
+    first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer"))
+    second = make_llm(**fields, kv_transfer_config=p2p("kv_consumer"))
+    (told,) = prefill(first, LONG[:1])
+    with stepping(first):
+        second.generate(LONG[:1], with_transfer(PARAMS, told))
+    hits = second.engine.scheduler.kv.stats.hits
+    assert bits(second.generate(LONG, PARAMS)) == expected
+    assert second.engine.scheduler.kv.stats.hits - hits >= 64
+    until_idle(second)
+    until_idle(first)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

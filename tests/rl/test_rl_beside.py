@@ -387,9 +387,10 @@ def test_a_pause_that_waits_stands_while_an_update_holds_the_steps(
     long = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
     with LLM(**FIELDS, weight_transfer_config=config) as llm:
         gate, times, num_looks = llm.engine.core.gate, llm.engine.times, list[None]()
-        step = llm.engine.step
-        monkeypatch.setattr(llm.engine, "step", lambda: (num_looks.append(None), step())[1])
+        step, held = llm.engine.step, threading.Event()
+        monkeypatch.setattr(llm.engine, "step", lambda: (num_looks.append(None), held.wait(0.02), step())[2])
         for undone in (False, True):
+            held.clear()  # until the steps are held each takes its time, so that they are while it runs
             before = times.num_steps
             ran = pool.submit(llm.generate, [[5, 6, 7]], long, use_tqdm=False)
             until(lambda before=before: times.num_steps > before + 2)  # type: ignore[misc]
@@ -397,6 +398,7 @@ def test_a_pause_that_waits_stands_while_an_update_holds_the_steps(
             until(lambda: gate.draining)
             llm.start_weight_update()
             llm.update_weights({"update_info": {"path": str(tmp_path / "a")}})  # holds the steps from now on
+            held.set()
             num_looks.clear()
             for _ in range(100):
                 llm.weight_state()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import random
 import select
@@ -164,16 +165,17 @@ def test_a_trainer_killed_in_the_middle_leaves_the_old_weights(llm: LLM, num_tim
 
 def test_a_trainer_that_is_silent_meets_the_deadline() -> None:
     """RL.W8: nobody there, and one that stops sending without going."""
-    with LLM(**FIELDS, weight_transfer_config={"backend": "gloo", "timeout": 1.0}) as llm:
+    seconds = float(math.ceil(patient(1.0)))  # in which a trainer that is there meets and sends
+    with LLM(**FIELDS, weight_transfer_config={"backend": "gloo", "timeout": seconds}) as llm:
         before = answers(llm)
         nobody = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
-        with pytest.raises(WeightTransferError, match=r"rank 0 of 2 at 127.0.0.1:1 was not met within 1 s"):
+        with pytest.raises(WeightTransferError, match=rf"rank 0 of 2 at 127.0.0.1:1 was not met within {seconds:g} s"):
             llm.init_weight_transfer_engine({"init_info": nobody})
         with Trainer("stops", "packed", "3") as trainer:
             llm.init_weight_transfer_engine({"init_info": trainer.hear()})
             info = trainer.hear()
             llm.start_weight_update()
-            with pytest.raises(WeightTransferError, match="was silent for 1 s, while model"):
+            with pytest.raises(WeightTransferError, match=f"was silent for {seconds:g} s, while model"):
                 llm.update_weights({"update_info": info})
         assert answers(llm) == before
 
@@ -207,6 +209,7 @@ def test_masters_are_rounded_before_they_travel(llm: LLM, new: Weights) -> None:
     sender._dtypes = {}
     sender.send(WeightSource(new), "3")
     assert answers(llm) == wanted and llm.weight_state()["stats"]["num_received_bytes"] - start > 1.9 * received
+    sender.send(WeightSource(old_weights()), "0")
     sender.close()
 
 
@@ -235,19 +238,19 @@ def team() -> Iterator[None]:
 def test_a_tensor_is_gathered_by_the_thread_that_sends(team: None, num_rows: int) -> None:
     """A thread's team of OpenMP is as many as there are cores: where others use those, each copy waits for its last."""
     value = torch.randn(num_rows, 512, generator=torch.Generator().manual_seed(0))
-    source, counts, gathered = WeightSource({"a": value}, torch.bfloat16), list[int](), list[Tensor]()
+    source, threads, gathered = WeightSource({"a": value}, torch.bfloat16), list[set[str]](), list[Tensor]()
 
     def gather() -> None:  # in a thread that has no team yet
-        counts.append(len(os.listdir("/proc/self/task")))
+        threads.append(set(os.listdir("/proc/self/task")))
         gathered.append(source.gather("a"))
         source.gather_into("a", into)
-        counts.append(len(os.listdir("/proc/self/task")))
+        threads.append(set(os.listdir("/proc/self/task")))
 
     into = torch.empty(2 * value.numel(), dtype=torch.uint8)
     thread = threading.Thread(target=gather)
     thread.start()
     thread.join()
-    assert counts[0] == counts[1]
+    assert threads[1] <= threads[0], "one of an earlier test may have ended"
     for found in (gathered[0], into.view(torch.bfloat16).view(value.shape)):
         assert torch.equal(found, value.to(torch.bfloat16))
 
@@ -440,5 +443,6 @@ def test_buffers_of_which_little_is_kept_are_let_go(llm: LLM, new: Weights, monk
         sender.send(WeightSource(new))
         assert len({storage.data_ptr() for storage in buffers_seen}) == 1
         sender._dtypes = {}  # as a sender that does not know what the engine rounds to
+    sender.send(WeightSource(old_weights()), "0")
     sender.close()
-    assert held == [True, False]
+    assert held[:2] == [True, False]
