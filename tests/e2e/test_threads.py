@@ -117,7 +117,7 @@ def test_ctrl_c_in_the_main_thread_leaves_the_others_alone(
     """Whether the main thread steps for all, or waits for another that does."""
     llm, expected = shared
     futures: list[Future[Any]] = []
-    sent: list[bool] = []
+    sent, never = list[bool](), threading.Event()
 
     def act(number: int) -> None:
         if number == 2 and leads:
@@ -126,6 +126,8 @@ def test_ctrl_c_in_the_main_thread_leaves_the_others_alone(
         if not sent and 77 in lengths and (not leads or 3 in lengths):  # those of the main thread, and of the others
             sent.append(threading.current_thread() is threading.main_thread())
             os.kill(os.getpid(), signal.SIGINT)
+        elif not sent:
+            never.wait(0.005)  # so that nobody has all tokens before everybody is there
 
     with ThreadPoolExecutor(5) as pool, _within_steps(llm, act):
         begun = threading.Event()

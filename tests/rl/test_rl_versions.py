@@ -187,11 +187,11 @@ def test_a_session_that_went_silent_ends_for_those_who_wait(monkeypatch: pytest.
     fields = FIELDS | {"weight_transfer_config": {"backend": "disk", "staging": "none"}}
     name = "model.norm.weight"
     with LLM(**fields) as llm, ThreadPoolExecutor(2) as pool:
-        monkeypatch.setattr(llm.engine.core.weights, "_hold_timeout", 0.3)  # type: ignore[attr-defined]
         llm.start_weight_update()
         with Handed({name: WEIGHTS[0][name]}) as update_info:
             llm.update_weights({"update_info": update_info})
         assert llm.weight_state()["state"] == "held"
+        monkeypatch.setattr(llm.engine.core.weights, "_hold_timeout", 0.3)  # type: ignore[attr-defined]
         waiting = [pool.submit(llm.generate, [[5, 6, 7]], _long(), use_tqdm=False) for _ in range(2)]
         for each in waiting:
             ended = each.result(patient(20))[0].outputs[0]
