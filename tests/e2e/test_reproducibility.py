@@ -49,6 +49,18 @@ def test_no_axis_changes_a_bit_of_a_model_with_states(capsys: pytest.CaptureFixt
     for name, row in found.items():
         assert row["tokens"] >= 256 and "NOT MET" not in row["remark"], (name, row)
         assert not (row["different_tokens"] or row["different_logprobs"] or row["different_folds"]), (name, row)
+    assert "found in the cache" in found["A, B, A"]["remark"]
+
+
+def test_a_host_that_keeps_few_states_is_asked_by_groups_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a large model, one request of which leaves a gigabyte: all of them would push out each other's states."""
+    monkeypatch.setattr(reproducibility, "HOST_BYTES", 1 << 20)
+    monkeypatch.setattr(reproducibility, "_HOST_REQUESTS", 1)
+    bench = Bench(None, {"model": "octavo-tiny-hybrid", "dtype": "float32", "device": "cpu"}, 512, 0)
+    ((_, difference, remark),) = bench.results([], ["host memory"])
+    num_loaded, num_groups = (int(word) for word in remark.split() if word.isdigit())
+    assert num_groups > 1 and num_loaded >= 64 * num_groups, remark  # the first of a family is longer than a chunk
+    assert difference.tokens >= 512 and not difference.any
 
 
 def test_a_model_that_depends_on_the_batch_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from octavo.cache.plan import CachePlan
 from octavo.llm import LLM
 from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import SamplingParams
@@ -20,6 +21,7 @@ from octavo.request.seeds import sample_seed
 
 MAX_LEN = 640
 NUM_OUTPUT = 64
+HOST_BYTES = 1 << 30  # of host memory that a connector has at least
 NUM_SIBLINGS = 4
 _LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 400, 511, 512, 513)
 _GROUPS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24, 31, 33, 48, 64, 65, 96, 127, 129, 160)
@@ -221,12 +223,37 @@ def twice(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answe
     return found, met(run.engine.scheduler.stats().num_prefix_hits - before, "tokens found in the cache")
 
 
-def from_elsewhere(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
-    """The second time prompts are brought back by the connector."""
-    run.answers(jobs)
-    before = run.engine.scheduler.stats().num_loaded_tokens
-    found = run.answers(jobs)
-    return found, met(run.engine.scheduler.stats().num_loaded_tokens - before, "tokens loaded")
+def bytes_left(plan: CachePlan, num_tokens: int) -> int:
+    """What a connector keeps of a request of so many tokens: K and V, and where layers keep states one a border.
+
+    One state more stands behind the last token, or behind the prompt.
+    """
+    blocks = 0
+    for group in plan.groups:
+        if group.kind == "state":
+            blocks += (num_tokens // group.block_size + 1) * group.parts.blocks
+        elif group.is_attention and group.kind != "encoder_only":
+            blocks += -(-num_tokens // group.block_size)
+    return blocks * plan.bytes_per_block
+
+
+def from_elsewhere(
+    run: Run, jobs: Sequence[Job], rng: random.Random, *, num_bytes: int = HOST_BYTES
+) -> tuple[list[Answer], str]:
+    """The second time prompts are brought back by the connector. As many requests at once as `num_bytes` of it keep."""
+    found, num_groups, before = list[Answer](), 0, run.engine.scheduler.stats().num_loaded_tokens
+    while len(found) < len(jobs):
+        group, left = list[Job](), num_bytes * 3 // 4
+        for job in jobs[len(found) :]:
+            left -= bytes_left(run.engine.memory, len(job.prompt) + NUM_OUTPUT)
+            if group and left < 0:
+                break
+            group.append(job)
+        run.answers(group)
+        found += run.answers(group)
+        num_groups += 1
+    loaded = run.engine.scheduler.stats().num_loaded_tokens - before
+    return found, met(loaded, "tokens loaded") + (f", of {num_groups} groups one by one" if num_groups > 1 else "")
 
 
 def at_borders(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
@@ -245,8 +272,8 @@ def at_borders(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[
 
 
 def behind_another(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
-    """A request, a disturbing one, the first again: the second answer counts."""
-    found = []
+    """A request, a disturbing one, the first again: the second answer counts, some of whose tokens must be found."""
+    found, before = [], run.engine.scheduler.stats().num_prefix_hits
     for job in jobs:
         run.answers([job])
         other = jobs[rng.randrange(len(jobs))]
@@ -254,7 +281,8 @@ def behind_another(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[l
         shared = job.prompt[: rng.randrange(len(job.prompt) + 1)]
         run.answers([Job([*shared, *other.prompt[:cut]][: MAX_LEN - NUM_OUTPUT], other.params)])
         found += run.answers([job])
-    return found, f"{len(jobs)} times A, B, A"
+    hits = run.engine.scheduler.stats().num_prefix_hits - before
+    return found, f"{len(jobs)} times A, B, A, " + met(hits, "tokens found in the cache")
 
 
 def crowded(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
@@ -270,13 +298,14 @@ def crowded(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Ans
 
 
 def whatever(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
-    """Order, arrivals and neighbours at random."""
+    """Order, arrivals and neighbours at random; and now and then all that run are preempted, as in `crowded`."""
     order = list(range(len(jobs)))
     rng.shuffle(order)
     arrivals = [rng.randrange(2 * NUM_OUTPUT) for _ in jobs]
-    answers = run.answers([jobs[index] for index in order], arrivals=arrivals, num_noise=len(jobs) // 2)
+    resets = rng.sample(range(NUM_OUTPUT, 2 * NUM_OUTPUT), _NUM_RESETS // 2)
+    answers = run.answers([jobs[index] for index in order], arrivals=arrivals, num_noise=len(jobs) // 2, resets=resets)
     found = dict(zip(order, answers, strict=True))
-    return [found[index] for index in range(len(jobs))], f"{run.engine.scheduler.num_preemptions} preemptions"
+    return [found[index] for index in range(len(jobs))], met(run.engine.scheduler.num_preemptions, "preemptions")
 
 
 def with_drafts(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:

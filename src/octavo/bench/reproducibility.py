@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import random
 import subprocess
@@ -25,6 +26,7 @@ import msgspec
 import numpy as np
 
 from octavo.bench.circumstances import (
+    HOST_BYTES,
     MAX_LEN,
     NUM_OUTPUT,
     Answer,
@@ -37,6 +39,7 @@ from octavo.bench.circumstances import (
     at_borders,
     behind_another,
     beside_others,
+    bytes_left,
     crowded,
     from_elsewhere,
     in_another_order,
@@ -58,16 +61,12 @@ from octavo.config.settings import did_you_mean
 from octavo.llm import LLM
 
 NUM_CONTROL = 64  # requests that suffice to show a difference
+_HOST_REQUESTS = 4  # of MAX_LEN tokens, that host memory holds at least
 MAX_ROWS = 512  # requests that run at once, unless an axis says otherwise
 # around the sizes of blocks, tiles and leaves, where kernels have their edges
 _STATE_BLOCK_SIZES = (16, 32, 64, 128)
 _BLOCK_SIZES = (16, 48, 64, 528)  # a tile's keys, fewer, and sizes whose borders seldom are a tile's
-_HOST = {
-    "kv_connector": "host",
-    "kv_role": "kv_both",
-    "kv_connector_extra_config": {"cpu_bytes_to_use": "1G"},
-    "kv_load_failure_policy": "recompute",
-}
+_HOST = {"kv_connector": "host", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 _DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "adaptive_depth": False}
 _ORACLE = Drafts(num_drafts=4, probability=0.8, config={}, adapts=False)
 _CHUNK_SIZES = (7, 64, 100, 512)  # of a step, where layers keep states: of no block's size, and of a state's
@@ -110,10 +109,17 @@ class Axis:
 
 
 def make_axes(
-    device: str, jobs: Sequence[Job], rng: random.Random, *, state_blocks: int = 0, answers: Path = Path()
+    device: str,
+    jobs: Sequence[Job],
+    rng: random.Random,
+    *,
+    state_blocks: int = 0,
+    host_bytes: int = HOST_BYTES,
+    answers: Path = Path(),
 ) -> list[Axis]:
     """All axes of a device but the restart. Axes that share an engine are neighbours.
 
+    host_bytes: of host memory from which prompts are loaded.
     answers: a file of prompts with their outputs, by which drafts are right that random weights would never accept.
     state_blocks: that a request of MAX_LEN tokens takes where layers keep states, so that the size of blocks is a power
     of two; 0: none does.
@@ -126,6 +132,8 @@ def make_axes(
         longest, needed = state_blocks + 20, needed * state_blocks * 16 // MAX_LEN // 2
     size = {} if keeps_states else {"block_size": 16}  # `state_blocks` are of the device's own size
     tight, tighter = ({"num_gpu_blocks_override": max(longest, needed // part), **size} for part in (4, 14))
+    host = _HOST | {"kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes}}
+    from_host = functools.partial(from_elsewhere, num_bytes=host_bytes)
     odd = Axis("odd kernel block", all_at_once, {"block_size": 144, "attention_config": {"kernel_block_size": 48}})
     axes = [
         Axis("batch size", in_groups),
@@ -136,7 +144,7 @@ def make_axes(
         Axis("logprobs", with_other_logprobs),
         Axis("chunk size", all_at_once, {"max_num_batched_tokens": rng.randint(64, 256), "max_num_seqs": 32}),
         Axis("prefix hit", twice, {"enable_prefix_caching": True}),
-        Axis("host memory", from_elsewhere, {"kv_transfer_config": _HOST}),
+        Axis("host memory", from_host, {"kv_transfer_config": host}),
         Axis("preemption", crowded, tight),
         Axis("speculation", with_drafts, {"speculative_config": _DRAFTS}),
         Axis("oracle's drafts", with_right_drafts, {"speculative_config": _ORACLE.settings(answers)}),
@@ -183,7 +191,7 @@ class Bench:
             **settings,
         }
         self._jobs: list[Job] = []
-        self.device, self._state_blocks = "", 0
+        self.device, self._state_blocks, self._host_bytes = "", 0, HOST_BYTES
 
     @contextlib.contextmanager
     def run(self, **settings: Any) -> Iterator[Run]:
@@ -194,6 +202,7 @@ class Bench:
             self.device = llm.engine.resolved.device
             if any(kind.mixer not in ("attention", "none") for kind in llm.engine.arch.layers):
                 self._state_blocks = self._state_blocks or llm.engine.memory.blocks_per_request
+            self._host_bytes = max(HOST_BYTES, _HOST_REQUESTS * bytes_left(llm.engine.memory, MAX_LEN))
             self._jobs = self._jobs or make_jobs(self._num_tokens, llm.engine.limits.vocab_size, self._seed)
             yield Run(llm, random.Random(self._seed))
 
@@ -214,7 +223,8 @@ class Bench:
             answers = Path(folders.enter_context(tempfile.TemporaryDirectory(prefix="octavo-bench-")), "answers")
             whole = [job.prompt + answer.tokens for job, answer in zip(self._jobs, expected, strict=True)]
             answers.write_text(json.dumps(whole))
-            for axis in make_axes(self.device, self._jobs, rng, state_blocks=self._state_blocks, answers=answers):
+            sizes = {"state_blocks": self._state_blocks, "host_bytes": self._host_bytes}
+            for axis in make_axes(self.device, self._jobs, rng, **sizes, answers=answers):
                 if chosen and axis.name not in chosen:
                     continue
                 if axis.settings != settings:
