@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from octavo.bench import reproducibility
 from octavo.bench.circumstances import Answer, Run, in_groups, make_jobs
 from octavo.bench.reproducibility import Bench, Difference, make_axes
 from octavo.cli.flags import UsageError
+from random_models import EXAONE4, settings_of
 
 # Every axis in float32; in bfloat16 those that test_same_bits.py has not.
 ALL: tuple[str, ...] = ()
@@ -99,6 +101,28 @@ def test_few_blocks_are_counted_in_blocks_of_the_reference_where_layers_keep_sta
     for device in ("cpu", "cuda"):
         axes = {axis.name: axis.settings for axis in make_axes(device, jobs, random.Random(0), state_blocks=131)}
         assert axes["preemption"]["num_gpu_blocks_override"] >= 131 and "block_size" not in axes["preemption"]
+
+
+def test_few_blocks_are_enough_for_a_request_where_layers_are_of_two_kinds(tmp_path: Path) -> None:
+    settings = settings_of({**EXAONE4, "max_position_embeddings": 1024}, tmp_path)
+    found = {name: rest for name, *rest in Bench(None, settings, 256, 0).results([], ["preemption"])}
+    difference, remark = found["preemption"]
+    assert difference.tokens >= 256 and not difference.any and "NOT MET" not in remark
+
+
+def test_a_model_of_ones_own_package_is_asked_for_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "packages"))
+    own = {"architectures": ["far_away.models.deep:DeepForCausalLM"], "depth": 2, "max_position_embeddings": 512}
+    settings_of({**EXAONE4, **own}, tmp_path)
+    model = ["--model", str(tmp_path), "--axis", "order"]
+    with pytest.raises(UsageError, match="requests of this benchmark have 640 tokens; the checkpoint has 512"):
+        reproducibility.main([*model, "--model-packages", "far_away"])
+    with pytest.raises(ValueError, match="it names code: "):
+        reproducibility.main(model)
+    with pytest.raises(UsageError, match="--axis restart: the engine of another process ended with exit code 2"):
+        reproducibility.main(["--model", str(tmp_path), "--axis", "restart"])
 
 
 def test_the_control_asks_float32_where_the_fast_mode_keeps_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:

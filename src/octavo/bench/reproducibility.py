@@ -55,9 +55,9 @@ from octavo.bench.circumstances import (
 from octavo.bench.engine import dummy_model
 from octavo.bench.shapes import SHAPES
 from octavo.bench.speculation import Drafts
-from octavo.cli.flags import Parser
+from octavo.cli.flags import Parser, UsageError
 from octavo.config.engine_config import DEFAULT_BLOCK_SIZE
-from octavo.config.settings import did_you_mean
+from octavo.config.settings import ConfigError, did_you_mean
 from octavo.llm import LLM
 
 NUM_CONTROL = 64  # requests that suffice to show a difference
@@ -115,18 +115,20 @@ def make_axes(
     *,
     state_blocks: int = 0,
     host_bytes: int = HOST_BYTES,
+    times: float = 1.0,
     answers: Path = Path(),
 ) -> list[Axis]:
     """All axes of a device but the restart. Axes that share an engine are neighbours.
 
     host_bytes: of host memory from which prompts are loaded.
+    times: what a request takes of the cache where layers are of several kinds, as a multiple of what it takes else.
     answers: a file of prompts with their outputs, by which drafts are right that random weights would never accept.
     state_blocks: that a request of MAX_LEN tokens takes where layers keep states, so that the size of blocks is a power
     of two; 0: none does.
     """
     keeps_states = state_blocks > 0
-    longest = MAX_LEN // 16 + 60  # blocks of the longest request, and a few
-    needed = sum(-(-(len(job.prompt) + NUM_OUTPUT) // 16) for job in jobs)
+    longest = int(times * (MAX_LEN // 16)) + 60  # blocks of the longest request, and a few
+    needed = int(times * sum(-(-(len(job.prompt) + NUM_OUTPUT) // 16) for job in jobs))
     # as few as give preemptions, and not so few that hardly anybody runs
     if keeps_states:  # which take blocks, as does what tokens bring to them
         longest, needed = state_blocks + 20, needed * state_blocks * 16 // MAX_LEN // 2
@@ -191,20 +193,33 @@ class Bench:
             **settings,
         }
         self._jobs: list[Job] = []
-        self.device, self._state_blocks, self._host_bytes = "", 0, HOST_BYTES
+        self.device, self._state_blocks, self._host_bytes, self._times = "", 0, HOST_BYTES, 1.0
 
     @contextlib.contextmanager
     def run(self, **settings: Any) -> Iterator[Run]:
         """An engine with `settings` beside the common ones."""
         fields = self._settings | settings
-        context = LLM(**fields) if self._shape is None else dummy_model(self._shape, **fields)
+        try:
+            context = LLM(**fields) if self._shape is None else dummy_model(self._shape, **fields)
+        except ConfigError as error:
+            if error.field != "max_model_len":
+                raise
+            raise UsageError(f"--model: requests of this benchmark have {MAX_LEN} tokens; {error.limit}") from None
         with context as llm:
             self.device = llm.engine.resolved.device
-            if any(kind.mixer not in ("attention", "none") for kind in llm.engine.arch.layers):
-                self._state_blocks = self._state_blocks or llm.engine.memory.blocks_per_request
-            self._host_bytes = max(HOST_BYTES, _HOST_REQUESTS * bytes_left(llm.engine.memory, MAX_LEN))
+            if not self._jobs:  # of the reference: others have blocks of other sizes
+                self._measure(llm)
             self._jobs = self._jobs or make_jobs(self._num_tokens, llm.engine.limits.vocab_size, self._seed)
             yield Run(llm, random.Random(self._seed))
+
+    def _measure(self, llm: LLM) -> None:
+        """What the longest request takes of the cache."""
+        plan = llm.engine.memory
+        self._host_bytes = max(HOST_BYTES, _HOST_REQUESTS * bytes_left(plan, MAX_LEN))
+        if any(kind.mixer not in ("attention", "none") for kind in llm.engine.arch.layers):
+            self._state_blocks = plan.blocks_per_request
+        elif len(plan.groups) > 1:
+            self._times = max(1.0, plan.blocks_per_request * plan.block_size / MAX_LEN)
 
     def reference(self) -> list[Answer]:
         """All requests at once."""
@@ -223,8 +238,8 @@ class Bench:
             answers = Path(folders.enter_context(tempfile.TemporaryDirectory(prefix="octavo-bench-")), "answers")
             whole = [job.prompt + answer.tokens for job, answer in zip(self._jobs, expected, strict=True)]
             answers.write_text(json.dumps(whole))
-            sizes = {"state_blocks": self._state_blocks, "host_bytes": self._host_bytes}
-            for axis in make_axes(self.device, self._jobs, rng, **sizes, answers=answers):
+            sizes: dict[str, Any] = {"state_blocks": self._state_blocks, "host_bytes": self._host_bytes}
+            for axis in make_axes(self.device, self._jobs, rng, **sizes, times=self._times, answers=answers):
                 if chosen and axis.name not in chosen:
                     continue
                 if axis.settings != settings:
@@ -281,6 +296,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the axes and print a line for each, then one JSON line."""
     parser = Parser(prog="octavo bench reproducibility", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="a model's folder or name (default: the bundled one)")
+    parser.add_argument("--model-packages", help="as `octavo serve` has it, for a model of your own package")
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of a shape instead of a model")
     parser.add_argument("--device", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
@@ -293,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given, started = list(sys.argv[1:] if argv is None else argv), time.perf_counter()
     options = vars(parser.parse_args(given))
     _check_axes(parser, options["axis"])
-    names = ("model", "device", "dtype", "quantization", "attention_backend")
+    names = ("model", "model_packages", "device", "dtype", "quantization", "attention_backend")
     settings = {name: options[name] for name in names if options[name] is not None}
     bench = Bench(options["shape"], settings, options["tokens"], options["seed"])
     if options["write"]:
@@ -329,7 +345,8 @@ def _in_another_process(argv: Sequence[str]) -> list[Answer]:
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
         path = Path(folder, "answers")
         command = [sys.executable, "-m", "octavo", "bench", "reproducibility", *argv, "--write", str(path)]
-        subprocess.run(command, check=True)
+        if code := subprocess.run(command).returncode:
+            raise UsageError(f"--axis restart: the engine of another process ended with exit code {code}, see above")
         return msgspec.msgpack.decode(path.read_bytes(), type=list[Answer])
 
 
