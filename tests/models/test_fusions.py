@@ -348,10 +348,10 @@ def test_what_runs_a_layer_can_be_read() -> None:
     few = "add norm linear rope_store -> pre_attention_of_few; attend -> itself; "
     assert models["qwen3-moe"].describe_layers([PagedBackend] * 4) == [
         ("decode graph", f"layers 0, 2-3: {fused}{experts}"),
-        ("decode graph", f"layers 1: {fused}{dense}"),
+        ("decode graph", f"layer 1: {fused}{dense}"),
         ("other steps", f"layers 0, 2-3: {before}{experts}"),
-        ("other steps", f"layers 1: {before}{dense}"),
-        ("other steps, last layer", f"layers 3: {few}{experts}"),
+        ("other steps", f"layer 1: {before}{dense}"),
+        ("other steps, last layer", f"layer 3: {few}{experts}"),
     ]
     alone = ["linear", "own", "rope_store", "attend", "linear", "norm", "add", "mlp", "norm", "add"]
     text = "layers 0-3: " + "; ".join(f"{kind} -> itself" for kind in alone)

@@ -363,7 +363,7 @@ def describe(
         texts: dict[str, list[int]] = {}
         for layer, backend in asked:
             texts.setdefault(_parts(layer, backend, batch), []).append(layer.index)
-        rows += [(name, f"layers {_numbers(own)}: {text}") for text, own in texts.items()]
+        rows += [(name, f"{_numbers(own)}: {text}") for text, own in texts.items()]
     return rows
 
 
@@ -376,10 +376,11 @@ def _parts(layer: LayerLines, backend: type[AttentionBackend], batch: BatchClass
 
 
 def _numbers(layers: Sequence[int]) -> str:
+    """`layer 3`, or `layers 0-2, 5`."""
     runs: list[list[int]] = []
     for number in layers:
         if runs and runs[-1][-1] == number - 1:
             runs[-1][1:] = [number]
         else:
             runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
+    return "layer" + "s" * (len(layers) > 1) + " " + ", ".join("-".join(map(str, run)) for run in runs)

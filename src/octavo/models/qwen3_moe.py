@@ -12,8 +12,7 @@ from octavo.cache.specs import AttentionSpec
 from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import Attention, RotaryTable, plain_specs, rotary_tables
 from octavo.layers.base import Layer
-from octavo.layers.mlp import Mlp
-from octavo.layers.moe import MoeMlp
+from octavo.layers.moe import make_network
 from octavo.layers.norm import RMSNorm
 from octavo.models.base import LLAMA_WEIGHTS, WeightMap
 from octavo.models.causal_lm import CausalLM
@@ -38,7 +37,7 @@ class Qwen3MoeLayer(Layer):
         self.input_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
         self.attention = Attention(index, spec, rotary, arch, dtype, qk_norm=True)
         self.mlp_norm = RMSNorm(arch.hidden_size, arch.norm_eps)
-        self.mlp = _mlp(index, arch, dtype)
+        self.mlp = make_network(index, arch, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
@@ -62,11 +61,3 @@ class Qwen3MoeForCausalLM(CausalLM):
             Qwen3MoeLayer(index, arch, specs[index], rotary[kind.rope], dtype) for index, kind in enumerate(arch.layers)
         ]
         super().__init__(arch, dtype, specs, rotary.values(), layers, WEIGHT_MAP)
-
-
-def _mlp(index: int, arch: Arch, dtype: torch.dtype) -> Mlp | MoeMlp:
-    """The MLP of layer `index`: experts, or one network where the checkpoint says so."""
-    if index not in arch.moe_layers:
-        return Mlp(arch.hidden_size, arch.intermediate_size, arch.activation, dtype)
-    assert arch.moe is not None, "layers with experts need their facts"
-    return MoeMlp(arch.hidden_size, arch.moe, arch.activation, dtype)
