@@ -84,6 +84,22 @@ SEED_OSS: dict[str, Any] = {
     "attention_out_bias": True,
 }
 
+# Norms behind attention and MLP and on each head of q and k; every third layer sees everything and does not turn.
+EXAONE4: dict[str, Any] = {
+    **_PLAIN,
+    "architectures": ["Exaone4ForCausalLM"],
+    "sliding_window": 40,
+    "sliding_window_pattern": 3,
+}
+
+# A router over a few experts in each layer, all of which see a window.
+MIXTRAL: dict[str, Any] = {
+    **_PLAIN,
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "sliding_window": 40,
+}
+
 
 def settings_of(shape: dict[str, Any], folder: Path) -> dict[str, Any]:
     """An engine's settings for a model of that shape, whose config is written to `folder`."""

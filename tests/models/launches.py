@@ -94,6 +94,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.22, "logits_scaling": 8.0},
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"]},
     "seed-oss": {"architectures": ["SeedOssForCausalLM"], "attention_out_bias": True},
+    "exaone4": {"architectures": ["Exaone4ForCausalLM"], "sliding_window": 64},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4},
     "deepseek2": {"architectures": ["DeepseekV2ForCausalLM"], **_LATENT, "topk_method": "greedy"},
     "deepseek3": {
         "architectures": ["DeepseekV3ForCausalLM"], **_LATENT, "q_lora_rank": 64, "n_group": 2, "topk_group": 1,
@@ -370,6 +372,7 @@ def digests(family: str) -> dict[str, str]:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # thousands of small products: threads that wait for each other take minutes
     if sys.argv[1:]:
         print("\n".join(launches(sys.argv[1], sys.argv[2])[sys.argv[2]]))
     else:

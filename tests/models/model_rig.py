@@ -199,6 +199,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN_ROPE,
         },
     ),
+    "exaone4": ("Exaone4", {"num_hidden_layers": 5, "sliding_window": 24}),
+    "exaone4-full": (
+        "Exaone4",
+        {
+            "sliding_window": None,
+            "sliding_window_pattern": None,
+            "layer_types": ["full_attention"] * 4,
+            "head_dim": 32,
+            "tie_word_embeddings": True,
+            "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 1e6, "original_max_position_embeddings": 64},
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3}),
+    "mixtral-window": (
+        "Mixtral",
+        {"num_local_experts": 4, "sliding_window": 24, "head_dim": 32, "tie_word_embeddings": True},
+    ),
     "seed-oss": ("SeedOss", {"head_dim": 32, **NO_DROPOUT}),
     "seed-oss-biased": (
         "SeedOss",

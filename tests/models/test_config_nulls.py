@@ -138,4 +138,4 @@ def test_the_page_of_models_tells_what_is_refused(name: str) -> None:
     assert not {own for own, _, _ in REFUSED} - set(NAMES), "names of transformers' classes"
     if any((own, field) == (name, "mlp_bias") for own, field, _ in REFUSED):
         return
-    assert isinstance(read({**base, "mlp_bias": True}), Arch)
+    assert isinstance(read({**base, "mlp_bias": True}), Arch), f"docs/models.md has no mlp_bias of {name} as refused"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from octavo.checkpoint.arch import Arch, Rope
+from octavo.checkpoint.arch import Arch, Moe, Rope
 from octavo.checkpoint.config_reader.checkpoint import arch_from_config, read_arch
 from octavo.models import ARCHITECTURES
 
@@ -404,3 +404,34 @@ def test_seed_oss_has_two_fields_of_biases() -> None:
     assert (other.attention_bias, other.output_bias) == (False, True)
     with pytest.raises(ValueError, match='unsupported attention_out_bias="yes"'):
         family("SeedOssForCausalLM", attention_out_bias="yes")
+
+
+def test_exaone4_turns_what_has_a_window() -> None:
+    """As EXAONE 4.0 32B's file says it, and 1.2B's, all of whose layers see everything and turn."""
+    llama3 = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    types = ["sliding_attention"] * 3 + ["full_attention"]
+    scaling = {"rope_theta": 1e6, "rope_scaling": {**llama3, "original_max_position_embeddings": 512}}
+    large = family(
+        "Exaone4ForCausalLM", layer_types=types, sliding_window=1024, sliding_window_pattern="LLLG", **scaling
+    )
+    assert [layer.window for layer in large.layers] == [1024, 1024, 1024, 0]
+    assert [layer.rope.kind for layer in large.layers] == ["llama3"] * 3 + ["none"] and large.qk_norm
+    assert family("Exaone4ForCausalLM", sliding_window=1024, **scaling).layers == large.layers
+    longer = family("Exaone4ForCausalLM", sliding_window=8192, **scaling)
+    assert [(layer.window, layer.rope.kind) for layer in longer.layers] == [(0, "llama3")] * 3 + [(0, "none")]
+    full = {"layer_types": ["full_attention"] * 4, "sliding_window_pattern": None}
+    small = family("Exaone4ForCausalLM", sliding_window=None, **full, **scaling)
+    assert {(layer.window, layer.rope.kind) for layer in small.layers} == {(0, "llama3")}
+    with pytest.raises(ValueError, match="unsupported sliding_window=null"):
+        family("Exaone4ForCausalLM", sliding_window=None)
+
+
+def test_mixtral_has_experts_in_each_layer() -> None:
+    """As Mixtral 8x7B's file says it, and as one that leaves it unsaid."""
+    said = {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None, "rope_theta": 1e6}
+    found = family("MixtralForCausalLM", **said)
+    assert found == family("MixtralForCausalLM") and found.moe_layers == {0, 1, 2, 3}
+    assert found.moe == Moe(num_experts=8, experts_per_token=2, expert_size=96)
+    assert {layer.window for layer in family("MixtralForCausalLM", sliding_window=128).layers} == {128}
+    with pytest.raises(ValueError, match="unsupported num_experts_per_tok=9"):
+        family("MixtralForCausalLM", num_experts_per_tok=9)

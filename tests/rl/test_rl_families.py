@@ -36,7 +36,7 @@ def test_RL_N1_families(family: str, dtype: torch.dtype, tmp_path: Path) -> None
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "deepseek2", "deepseek3", "qwen3-next"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "deepseek2", "deepseek3", "qwen3-next"])
 def test_RL_N6_a_step_with_experts_brings_the_samplers_weights(family: str, tmp_path: Path) -> None:
     """A trainer has all experts of a layer in one tensor, a checkpoint each by itself: a session takes both."""
     model = make_reference(family)

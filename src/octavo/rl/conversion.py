@@ -217,9 +217,8 @@ class _Layer:
         experts = self.weights.experts if self.plan.routed else ()
         for wrong, names in (("no", self.weights.missing(experts)), ("other", self.weights.unused(experts))):
             if names:
-                raise ValueError(
-                    f"layer {self.index} has {wrong} parameters {', '.join(names[:3])}: adapters are to be merged first"
-                )
+                why = "adapters are to be merged first, and a family's trainer_names must have this model's names"
+                raise ValueError(f"layer {self.index} has {wrong} parameters {', '.join(names[:3])}: {why}")
 
     def __call__(self, x: Tensor, pack: Pack) -> Tensor:
         run = LayerRun(

@@ -1,7 +1,7 @@
 """The experts of a mixture: how many, how they are chosen, and in which layers.
 
-Owns the fields of Qwen3's and DeepSeek's routers. Knows no other part of a layer. Invariant: what is let through, the
-layers of `octavo.layers.moe` compute as transformers does.
+Owns the fields of Qwen3's, Mixtral's and DeepSeek's routers. Knows no other part of a layer. Invariant: what is let
+through, the layers of `octavo.layers.moe` compute as transformers does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,20 @@ def read_experts(fields: Fields, family: Family, num_layers: int) -> tuple[Moe |
     """(expert facts, the layers that have experts)."""
     if family.moe == "none":
         return None, frozenset()
+    if family.moe == "mixtral":
+        return _mixtral_moe(fields), frozenset(range(num_layers))
     return _qwen_moe(fields, num_layers) if family.moe == "qwen" else _deepseek_moe(fields, family, num_layers)
+
+
+def _mixtral_moe(fields: Fields) -> Moe:
+    """Softmax, the best few normed: every MLP is one of its experts."""
+    name = "num_experts" if "num_experts" in fields.values else "num_local_experts"
+    num_experts = fields.integer(name, 1, 4096, 8)
+    return Moe(
+        num_experts=num_experts,
+        experts_per_token=fields.integer("num_experts_per_tok", 1, num_experts, 2),
+        expert_size=fields.integer("intermediate_size", 1, 1 << 22),
+    )
 
 
 def _deepseek_moe(fields: Fields, family: Family, num_layers: int) -> tuple[Moe | None, frozenset[int]]:

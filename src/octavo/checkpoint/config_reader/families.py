@@ -26,7 +26,7 @@ class Family:
     sliding: str = "none"
     window_flag: bool = False  # sliding_window counts only with use_sliding_window
     head_size: int = 0  # when head_dim is absent; 0: hidden_size / num_attention_heads
-    moe: str = "none"  # none | qwen | deepseek2 | deepseek3
+    moe: str = "none"  # none | qwen | mixtral | deepseek2 | deepseek3
     latent: bool = False  # MLA
     gemma: bool = False  # scaled embeddings, query_pre_attn_scalar, two thetas, gelu
     theta: float = 1e4
@@ -34,7 +34,9 @@ class Family:
     old_ropes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what older files call a rope_type
     interleaved: bool = False  # channel 2i turns with 2i + 1
     mlp_bias: bool = False  # reads the field of that name
-    unturned: bool = False  # reads no_rope_layers, 0 where heads do not turn, or no_rope_layer_interval
+    # layers whose heads do not turn: none | field: `no_rope_layers`, 0 where they do not, or no_rope_layer_interval
+    # | full: those that see all, beside or instead of windows
+    unturned: str = "none"
     read: str = ""  # module:function of Fields and Family that gives its Arch; empty: checkpoint.read_fields
 
 
@@ -100,6 +102,10 @@ FAMILIES = {
         model="octavo.models.qwen3_moe:Qwen3MoeForCausalLM", bias="field", qk_norm=True, sliding="all",
         window_flag=True, moe="qwen", usual={"num_key_value_heads": 4},
     ),
+    "MixtralForCausalLM": Family(
+        model="octavo.models.mixtral:MixtralForCausalLM", sliding="all", theta=1e6, moe="mixtral",
+        usual={"num_key_value_heads": 8, "sliding_window": None, "rms_norm_eps": 1e-5},
+    ),
     "DeepseekV2ForCausalLM": Family(model=_DEEPSEEK, bias="field", latent=True, moe="deepseek2", mlp_bias=True),
     "DeepseekV3ForCausalLM": Family(model=_DEEPSEEK, bias="field", latent=True, moe="deepseek3"),
     "Olmo3ForCausalLM": Family(
@@ -118,8 +124,12 @@ FAMILIES = {
     ),
     "SmolLM3ForCausalLM": Family(
         model="octavo.models.llama:LlamaForCausalLM", bias="field", mlp_bias=True, sliding="unturned",
-        window_flag=True, unturned=True, theta=2e6,
+        window_flag=True, unturned="field", theta=2e6,
         usual={"num_key_value_heads": 4, "sliding_window": None, "tie_word_embeddings": True},
+    ),
+    "Exaone4ForCausalLM": Family(
+        model="octavo.models.exaone4:Exaone4ForCausalLM", qk_norm=True, sliding="pattern", unturned="full",
+        usual={"num_key_value_heads": 32, "sliding_window_pattern": 4, "rms_norm_eps": 1e-5},
     ),
     "SeedOssForCausalLM": Family(
         model="octavo.models.llama:LlamaForCausalLM", bias="fields", mlp_bias=True, head_size=128,

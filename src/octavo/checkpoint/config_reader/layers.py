@@ -28,6 +28,8 @@ def read_layers(fields: Fields, family: Family, rotary_head: int) -> Seen:
     trained = fields.integer("max_position_embeddings", 1, MAX_POSITION)
     turning = _turning(fields, family, num_layers)
     sliding = _sliding(fields, family, turning)
+    if family.unturned == "full" and not fields.is_null("sliding_window"):
+        turning = sliding
     window = fields.integer("sliding_window", 1, 1 << 31, 4096) if any(sliding) else 0
     ropes = {
         (is_sliding, turns): read_rope(fields, family, is_sliding, trained, rotary_head) if turns else Rope(kind="none")
@@ -44,8 +46,8 @@ def read_layers(fields: Fields, family: Family, rotary_head: int) -> Seen:
 
 
 def _turning(fields: Fields, family: Family, num_layers: int) -> list[bool]:
-    """Per layer, whether its heads turn at all."""
-    if not family.unturned:
+    """Per layer, whether its heads turn at all, as far as windows have no say in it."""
+    if family.unturned != "field":
         return [True] * num_layers
     period = fields.integer("no_rope_layer_interval", 1, 1 << 20, 4)
     turning = fields.get("no_rope_layers", [int((layer + 1) % period != 0) for layer in range(num_layers)])
