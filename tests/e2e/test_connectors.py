@@ -97,6 +97,35 @@ def test_E_1_two_engines_share_a_folder_and_a_longer_prompt_is_a_partial_hit(mak
     assert 16 <= stats.num_loaded_tokens < stats.num_matched_tokens
 
 
+@pytest.mark.parametrize("layout", ["LBHNC", "BLNHC"])
+def test_C_13_of_a_prompt_of_whole_blocks_one_token_is_computed_and_of_another_what_is_behind_them(
+    layout, make_llm: Make, tmp_path
+):
+    """The last token stores its K and V once more, the same bits, in a block that came from elsewhere."""
+    fields: dict[str, Any] = {"max_model_len": 512, "block_size": 16, "kv_cache_layout": layout}
+    prompts = {1: list(range(100, 164)), 5: list(range(200, 269))}
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=2)
+
+    def answer(llm: LLM, prompt: list[int]) -> Any:
+        output = llm.generate(prompt, params)[0].outputs[0]
+        return output.token_ids, output.logprobs
+
+    alone = make_llm(**fields)
+    expected = {count: answer(alone, prompt) for count, prompt in prompts.items()}
+    for config in (host(), storage(tmp_path)):
+        llm = make_llm(**fields, kv_transfer_config=config)
+        for count, prompt in prompts.items():
+            assert answer(llm, prompt) == expected[count]
+            settle(llm)
+            for _ in range(2):
+                assert llm.reset_prefix_cache()
+                before = llm.engine.scheduler.stats()
+                assert answer(llm, prompt) == expected[count]
+                stats, _ = settle(llm)
+                assert stats.num_scheduled_tokens - before.num_scheduled_tokens == count
+                assert stats.num_loaded_tokens - before.num_loaded_tokens == 64
+
+
 def test_E_2_engines_of_other_models_or_settings_find_nothing_of_each_other(make_llm: Make, tmp_path):
     prompt = GOOD_PROMPT * 9
     one = make_llm(max_model_len=512, kv_transfer_config=storage(tmp_path))

@@ -42,6 +42,7 @@ def test_no_axis_changes_a_bit(dtype: str, chosen: tuple[str, ...], capsys: pyte
 def test_no_axis_changes_a_bit_of_a_model_with_states(capsys: pytest.CaptureFixture[str]) -> None:
     """What a state could be caught by: cut chunks, hits at its borders, requests between two."""
     axes = ("border hit", "A, B, A", "chunks of 7", "chunks of 100", "prefix hit", "last states", "host memory")
+    axes += ("host memory, alone",)
     only = [word for name in axes for word in ("--axis", name)]
     model = ["--model", "octavo-tiny-hybrid", "--dtype", "float32", "--device", "cpu"]
     reproducibility.main([*model, "--tokens", "256", *only])

@@ -256,6 +256,19 @@ def from_elsewhere(
     return found, met(loaded, "tokens loaded") + (f", of {num_groups} groups one by one" if num_groups > 1 else "")
 
 
+def from_elsewhere_alone(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
+    """The second time the first prompt of each family is brought back for a request beside which there is no other."""
+    found, num_loaded = list[Answer](), 0
+    for start in range(0, len(jobs), NUM_SIBLINGS):
+        first, *others = jobs[start : start + NUM_SIBLINGS]
+        run.answers([first])
+        before = run.engine.scheduler.stats().num_loaded_tokens
+        found += run.answers([first])
+        num_loaded += run.engine.scheduler.stats().num_loaded_tokens - before
+        found += run.answers(others)
+    return found, met(num_loaded, "tokens loaded")
+
+
 def at_borders(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
     """Behind requests that share a prompt up to a border of its states, each border in turn, one request at a time."""
     found, before = [], run.engine.scheduler.stats().num_prefix_hits
