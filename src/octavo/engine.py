@@ -257,23 +257,25 @@ class EngineCore:
         self.scheduler.loads.close()
         self._executor.close()
 
-    def change_weights(self, apply: Callable[[], object], identity: str, version: str, on_running: str) -> int:
+    def change_weights(self, apply: Callable[[], bool], identity: str, version: str, running: str) -> tuple[int, str]:
         """Between two steps: `apply` makes workers run with other weights, whose tokens are stamped with `version`.
 
-        identity: what blocks of these weights are named by. on_running: what becomes of requests that have begun:
-        "recompute", "keep_kv" or "abort". Returns how many there were.
+        identity: what blocks of these weights are named by. running: what becomes of requests that have begun:
+        "recompute", "keep_kv" or "abort". `apply` says whether K and V of before can be read no more: then what would
+        keep them is computed again. Returns how many there were, and what became of them.
         """
         self.settle()
-        apply()
-        scheduler, keeps_kv = self.scheduler, on_running == "keep_kv"
+        if apply() and running == "keep_kv":
+            running = "recompute"
+        scheduler, keeps_kv = self.scheduler, running == "keep_kv"
         num_running, versions = len(scheduler.running), scheduler.versions
-        if on_running == "abort":
+        if running == "abort":
             self._held += versions.end_all(FinishReason.ABORT, begun=True)
         anew = identity != scheduler.kv.identity.weights_version
         self._held += versions.relabel(version, recomputed=anew and not keeps_kv, mixed=anew and keeps_kv)
         scheduler.set_weights_version(identity, keep_kv=keeps_kv)
         self.gate.repaired()
-        return num_running
+        return num_running, running
 
     def relabel(self, version: str) -> None:
         """Between two steps: stamp tokens with `version` from now on. No request and no block is touched."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,21 @@ _UNMET = {"local_key": "local", "path": "disk"}  # what a message has -> the bac
 class WeightReceiver:
     """One worker's."""
 
-    def __init__(self, model: Model, resolved: Resolved, config: Mapping[str, Any], number: int = 0) -> None:
-        """`config`: weight_transfer_config; number: this worker's among the engine's."""
+    def __init__(
+        self,
+        model: Model,
+        resolved: Resolved,
+        config: Mapping[str, Any],
+        number: int = 0,
+        *,
+        rescale: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`config`: weight_transfer_config; number: this worker's among the engine's.
+
+        rescale: makes what follows from the weights beside the model, and says whether blocks of before can be read no
+        more.
+        """
+        self._rescale = rescale
         self._model, self._resolved, self._config, self._number = model, resolved, config, number
         self._device = torch.device(resolved.device)
         self._made: WeightPlan | None = None
@@ -161,14 +174,16 @@ class WeightReceiver:
         self._session.check()
         return Prepared(self._session.identity(self._identity), len(self._session.arrived))
 
-    def apply(self, identity: str) -> None:
-        """Give the model its new values."""
+    def apply(self, identity: str) -> bool:
+        """Give the model its new values; whether K and V that were stored before cannot be read any more."""
         session, self._session = self._session, None
         assert session is not None, "the engine has begun a session"
         self._wait_for_device()
         session.apply(self._resolved.quantization, self._device)
+        rescaled = self._rescale()
         self._wait_for_device()  # steps run on a stream of their own
         self._identity = identity
+        return rescaled
 
     def abort(self) -> bool:
         """Drop the session; whether the old weights are whole."""

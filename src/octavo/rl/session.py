@@ -143,8 +143,8 @@ class Core(Protocol):
     def ask_beside(self, name: str, reply: type[Any], request: Any = None) -> list[Any]:
         """Ask every worker from another thread, while steps run."""
 
-    def change_weights(self, apply: Callable[[], object], identity: str, version: str, on_running: str) -> int:
-        """Let steps that were issued end, apply, and go on with new names; how many requests ran."""
+    def change_weights(self, apply: Callable[[], bool], identity: str, version: str, running: str) -> tuple[int, str]:
+        """Let steps that were issued end, apply, go on with new names; how many requests ran, what became of them."""
 
     def relabel(self, version: str) -> None:
         """Stamp tokens with `version` from now on. Nothing else changes."""
@@ -351,7 +351,7 @@ class WeightUpdates:
         paused = self._clock()
         try:
             self._identity = " ".join(each.identity for each in prepared)
-            count = self._core.change_weights(self._apply, self._identity, version, on_running)
+            count, on_running = self._core.change_weights(self._apply, self._identity, version, on_running)
         except Exception as error:
             self._fail(str(error), overwritten=True)
             raise
@@ -375,8 +375,8 @@ class WeightUpdates:
         )
         return {"weight_version": version, "num_tensors": prepared[0].num_tensors}
 
-    def _apply(self) -> None:
-        self._core.ask_workers("weights_apply", type(None), self._identity)
+    def _apply(self) -> bool:
+        return any(self._core.ask_workers("weights_apply", bool, self._identity))
 
     def _abort(self, which: Session) -> None:
         was_cut, self._was_cut = self._was_cut, False

@@ -1,7 +1,7 @@
 """The scales of a quantized cache: the checkpoint's own, or measured on a fixed text.
 
 Owns that text's pass over the model. Holds nothing afterwards. Invariant: scales follow from the model alone, and are
-the same in every run.
+the same in every run, whether its weights were loaded or given to an engine that runs.
 """
 
 from __future__ import annotations
@@ -43,20 +43,28 @@ def cache_dtype(resolved: Resolved) -> torch.dtype:
     return found
 
 
-def calibrate_kv_scales(model: Model, resolved: Resolved, plan: CachePlan) -> None:
+def calibrate_kv_scales(model: Model, resolved: Resolved, plan: CachePlan) -> bool:
     """Give each attention layer the scales of a quantized cache, one per KV head for K and for V.
 
     A float8 cache takes those that the checkpoint has. Others are measured: the largest magnitude that a fixed text of
     CALIBRATION_TOKENS tokens (fewer only if max_model_len is) shows in a head, times CALIBRATION_MARGIN, becomes the
     type's largest number. So the scales follow from the model alone, and are the same in every run.
+
+    To be called again when the weights have changed. Returns whether a scale has: K and V that were stored before mean
+    something else then.
     """
     if resolved.kv_cache_dtype not in ("fp8", "int8"):
-        return
+        return False
     assert isinstance(model, torch.nn.Module), "models are trees of layers"
     layers = [layer for layer in model.modules() if isinstance(layer, Attention | LatentAttention)]
+    before = []
     for layer in layers:  # the tensors stay, operators may keep their addresses
-        key_scale, value_scale = torch.ones(2, layer.spec.num_kv_heads, device=resolved.device)
-        layer.tensors = dataclasses.replace(layer.tensors, key_scale=key_scale, value_scale=value_scale)
+        if layer.tensors.key_scale is None:
+            key_scale, value_scale = torch.ones(2, layer.spec.num_kv_heads, device=resolved.device)
+            layer.tensors = dataclasses.replace(layer.tensors, key_scale=key_scale, value_scale=value_scale)
+        before += [scale.clone() for scale in _scales_of(layer)]
+        for scale in _scales_of(layer):  # the text's cache has the computing dtype
+            scale.fill_(1)
     stored = [layer for layer in layers if layer.stored_scales is not None and resolved.kv_cache_dtype == "fp8"]
     if stored:
         _LOG.info("%d of %d layers have the checkpoint's own cache scales", len(stored), len(layers))
@@ -70,9 +78,16 @@ def calibrate_kv_scales(model: Model, resolved: Resolved, plan: CachePlan) -> No
             key, value = halves if halves[1].numel() else (largest, largest)
             margin = CALIBRATION_MARGIN / limit
             scales = (key.amax(1) * margin).clamp(min=1e-6), (value.amax(1) * margin).clamp(min=1e-6)
-        for scale, own in zip((layer.tensors.key_scale, layer.tensors.value_scale), scales, strict=True):
-            assert scale is not None, "a quantized cache has scales"
+        for scale, own in zip(_scales_of(layer), scales, strict=True):
             scale.copy_(own)
+    after = [scale for layer in layers for scale in _scales_of(layer)]
+    return not all(torch.equal(*each) for each in zip(before, after, strict=True))
+
+
+def _scales_of(layer: Attention | LatentAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    key_scale, value_scale = layer.tensors.key_scale, layer.tensors.value_scale
+    assert key_scale is not None and value_scale is not None, "a quantized cache has scales"
+    return key_scale, value_scale
 
 
 @torch.inference_mode()

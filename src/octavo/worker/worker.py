@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,7 @@ from octavo.startup.memory_plan import sized_by
 from octavo.worker import model as models
 from octavo.worker.assembly import make_runner
 from octavo.worker.backends import backend_facts, buffer_bytes, compiles_ahead
+from octavo.worker.calibration import calibrate_kv_scales
 from octavo.worker.calls import Calls
 from octavo.worker.device import Opening, Operators, memory_of, room
 from octavo.worker.facts import WorkerFacts
@@ -131,7 +133,8 @@ class Worker:
             grammars = grammars_of(self._config, self._folder, self._arch)
             cache = self._memory.allocator(CACHE)
             self._runner = make_runner(self._model, resolved, plan, grammars, self._speculator, cache)
-        receiver = WeightReceiver(self._model, resolved, self._config.weight_transfer_config)
+        rescale = functools.partial(calibrate_kv_scales, self._model, resolved, plan)
+        receiver = WeightReceiver(self._model, resolved, self._config.weight_transfer_config, rescale=rescale)
         self._plan, self._calls = plan, Calls(self._runner, receiver, self._memory)
 
     def identify(self) -> tuple[str, str]:
