@@ -329,7 +329,8 @@ class LLM(WeightMethods):
             self.update_weights({"update_info": update_info, "session": session})
 
     def _ask_core(self, name: str, payload: bytes = b"") -> bytes:
-        return self._shared.call(name, payload)
+        with gc_control.relaxed():
+            return self._shared.call(name, payload)
 
     def get_metrics(self) -> list[Metric]:
         """The engine's counts and gauges of this moment, by the names and in the forms that vLLM's `get_metrics` has.

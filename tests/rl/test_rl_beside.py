@@ -161,7 +161,7 @@ def test_an_abort_cuts_a_receive_short(llm: LLM, pool: ThreadPoolExecutor, new: 
         with pytest.raises(WeightTransferError, match="cut short: abort_weight_update came"):
             update.result(patient(20))
         assert llm.weight_state()["state"] == "ready"
-    Sender(llm, "local").send(WeightSource(old_weights()))
+    Sender(llm, "local").send(old_weights())
     assert answers(llm) == before
 
 

@@ -22,9 +22,10 @@ from octavo.rl import Sender, WeightSource
 from octavo.rl.plan import DTYPES, Incoming
 from octavo.rl.sender import told
 from octavo.rl.session import WeightTransferError, WeightUpdateError
+from octavo.rl.transport import extent as extent_module
 from octavo.rl.transport import group as group_module
-from octavo.rl.transport.extent import Extent
-from octavo.rl.transport.gloo import make_gloo
+from octavo.rl.transport.extent import Extent, Rooms
+from octavo.rl.transport.gloo import GlooTransport, make_gloo
 from octavo.rl.transport.group import Group
 from patience import patient
 from weights_rig import answers, old_weights, other_weights
@@ -163,7 +164,7 @@ def test_each_number_of_bytes_is_told_from_each_other(dtype: torch.dtype, num_el
     size = (num_elements + 2) * dtype.itemsize
     values = torch.randn(8 * size).to(dtype).view(torch.uint8)
     for num_bytes in range(0, 3 * size, 2):  # whole numbers of 16 bits
-        extent = Extent(part, likely=4 * size)
+        extent = Extent(part, Rooms(), likely=4 * size)
         extent.room[:num_bytes] = values[:num_bytes]
         if num_bytes == size:
             assert torch.equal(extent.come(), values[:size])
@@ -181,12 +182,12 @@ def test_a_byte_fewer_is_refused_or_nan_and_no_finite_number_else_is(dtype: torc
     lasts = torch.tensor([1.0, -1.0, 0.0, -0.0, info.max, info.min, info.tiny, -info.tiny], dtype=dtype)
     for last in [*lasts, (info.smallest_normal * lasts[0] / 2)]:
         values = torch.stack([lasts[0], lasts[1], last]).view(torch.uint8)
-        extent = Extent(part, likely=100)
+        extent = Extent(part, Rooms(), likely=100)
         extent.room[: len(values)] = values
         assert torch.equal(extent.come(), values)
     for upper in range(256):  # the last byte but one
         values[-2] = upper
-        extent = Extent(part, likely=100)
+        extent = Extent(part, Rooms(), likely=100)
         extent.room[: len(values) - 1] = values[:-1]
         least = torch.tensor([info.min], dtype=dtype).view(torch.uint8)
         if torch.equal(extent.room[len(values) - dtype.itemsize : len(values)], least):
@@ -198,9 +199,48 @@ def test_a_byte_fewer_is_refused_or_nan_and_no_finite_number_else_is(dtype: torc
         assert not came[-1].isfinite()
 
 
+def test_rooms_are_used_again_once_nothing_lies_in_them() -> None:
+    """By those of the same sizes, whoever held a view of them last, and no sooner."""
+    rooms, size = Rooms(), 1 << 20
+    first, second = (rooms.take(size, 3 * size) for _ in range(2))
+    assert first.shape == second.shape == (4 * size,) and first.dtype is torch.uint8
+    first.fill_(7)
+    places = {first.data_ptr(), second.data_ptr()}
+    part = first[:8].view(torch.int16)
+    del first, second
+    again = rooms.take(size, 3 * size)
+    assert again.data_ptr() in places - {part.data_ptr()}, "the other one is in use"
+    assert part.tolist() == [0x0707] * 4
+    del part
+    assert {again.data_ptr(), rooms.take(size, 3 * size).data_ptr()} == places
+
+
+def test_rooms_keep_little() -> None:
+    """What is larger, or would be too much, is memory as others; free ones of other sizes make room."""
+    rooms, most = Rooms(), extent_module._MOST_KEPT
+    kept = [rooms.take(most // 2, 0) for _ in range(2)]
+    others = [rooms.take(8, 0), rooms.take(2 * most, 0), rooms.take(0, 0)]
+    assert [len(each) for each in others] == [8, 2 * most, 0] and rooms._num_kept == most
+    del kept[0]
+    small = rooms.take(8, 0)
+    assert rooms._num_kept == most // 2 + 8 and not rooms._free
+    del kept, small
+    assert len(rooms._free) == 2
+
+
+def test_what_a_group_kept_goes_with_it() -> None:
+    transport = GlooTransport(torch.device("cpu"), {})
+    rooms = weakref.ref(transport._rooms)
+    tensor = transport._rooms.take(64, 64)
+    transport.close()
+    tensor.fill_(1)
+    del tensor
+    assert rooms() is None and not transport._rooms._free
+
+
 def _alone(part: list[Incoming], values: Tensor) -> Tensor:
     """What comes into a buffer without room for more."""
-    extent = Extent(part)
+    extent = Extent(part, Rooms())
     assert len(extent.room) == len(values)
     extent.room[:] = values
     return extent.come()

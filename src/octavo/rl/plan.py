@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import fnmatch
+import functools
 import hashlib
 import math
 import re
@@ -36,6 +37,7 @@ _SHOWN = 5
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(?:(gate|up|down)_proj|\w+)\.weight")
 
 
+@functools.lru_cache(1 << 16)
 def pattern_of(name: str) -> str:
     """A weight's name without the numbers of layers and experts."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
@@ -51,7 +53,7 @@ class Incoming(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Of its values."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 class Piece(NamedTuple):

@@ -8,7 +8,10 @@ which is NaN in every type of DTYPES, so that a buffer that is given out has com
 from __future__ import annotations
 
 import itertools
+import mmap
+import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,20 +20,70 @@ from octavo.rl.session import WeightUpdateError
 
 _MARK = bytes.fromhex("a97fd5ffb37ff5ff")  # each two bytes are NaN in 16 bits; the last two make wider ones NaN
 _MOST_SPARE = 4 << 30  # bytes; memory is taken where something comes, and no earlier
+_MOST_KEPT = 32 << 20  # bytes of Rooms
 _FACTORS = (2, 4)  # between the sizes of one number in two types
+
+
+class Rooms:
+    """Memory that buffers are received into, kept from one update to the next where it is little.
+
+    Where memory has its pages already, it is read into in three quarters of the time. It is free again when the last
+    tensor in it has gone, which nobody has to say: tensors hold a view of it, whose end is told.
+    """
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._free: list[_Room] = []
+        self._num_kept = 0  # bytes that were announced for those that are kept, free or not
+
+    def take(self, size: int, spare: int) -> torch.Tensor:
+        """[size + spare] uint8 with any values, or [size] where a machine promises no memory that it has not.
+
+        size: what will be written, as far as all goes well; the rest takes no memory until something comes there.
+        """
+        found = next((each for each in self._free if (each.size, len(each.memory)) == (size, size + spare)), None)
+        if found is None:
+            found = self._made(size, spare)
+        else:
+            self._free.remove(found)
+        if found is None:
+            try:
+                return torch.empty(size + spare, dtype=torch.uint8)
+            except RuntimeError:
+                return torch.empty(size, dtype=torch.uint8)
+        view = memoryview(found.memory)
+        weakref.finalize(view, self._free.append, found).atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def _made(self, size: int, spare: int) -> _Room | None:
+        """One more that is kept; None: it would be too much. Free ones of other sizes are let go of for it."""
+        if self._num_kept + size > _MOST_KEPT:
+            self._num_kept -= sum(self._free.pop().size for _ in range(len(self._free)))
+        if not 0 < size <= _MOST_KEPT - self._num_kept:
+            return None
+        try:
+            room = _Room(size, mmap.mmap(-1, size + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        except OSError:
+            return None
+        self._num_kept += size
+        return room
+
+
+class _Room(NamedTuple):
+    """Memory that is kept."""
+
+    size: int  # what was announced for it
+    memory: mmap.mmap
 
 
 class Extent:
     """A buffer on the host in which a part of a message is received."""
 
-    def __init__(self, part: Sequence[Incoming], *, likely: int = 0) -> None:
+    def __init__(self, part: Sequence[Incoming], rooms: Rooms, *, likely: int = 0) -> None:
         """likely: bytes that a sender may send by mistake; 0: no more than announced, as where members forward."""
         self._part, self._size = part, sum(each.num_bytes for each in part)
         spare = max(min(likely, _MOST_SPARE) - self._size, self._size) if likely else 0
-        try:
-            self.room = torch.empty(self._size + spare, dtype=torch.uint8)
-        except RuntimeError:  # a machine that promises no memory that it has not
-            self.room = torch.empty(self._size, dtype=torch.uint8)
+        self.room = rooms.take(self._size, spare)
         self._memory = memoryview(self.room.numpy())  # type: ignore[arg-type]
         self._ends = self._likely_ends()
         for end in self._ends:

@@ -38,7 +38,7 @@ from octavo.rl.transport import (
     thrown,
     told,
 )
-from octavo.rl.transport.extent import ADVICE, Extent, likely_bytes
+from octavo.rl.transport.extent import ADVICE, Extent, Rooms, likely_bytes
 
 _T = TypeVar("_T")
 _MAX_SIZE = 1 << 16  # members of a group
@@ -221,6 +221,7 @@ class GroupTransport:
         self._device, self._options = device, options
         self.check: Check = go_on
         self._group: Group | None = None
+        self._rooms = Rooms()
         self._place, self._was, self._over, self.displaced = "", "", "", ""  # the last peer's, and how its group ended
         self._last: dict[str, Any] = {}  # what the last message told of its tensors
 
@@ -288,8 +289,8 @@ class GroupTransport:
         return self._group is not None and self._group.is_gone
 
     def close(self) -> None:
-        """Leave the group."""
-        group, self._group = self._group, None
+        """Leave the group, and let go of what was kept for its buffers."""
+        group, self._group, self._rooms = self._group, None, Rooms()
         if group is not None:
             group.close()
 
@@ -339,7 +340,7 @@ class GroupTransport:
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             arrived = group.begin_broadcast(buffer, name, seconds, num_before)
             return _Begun(part, lambda: (arrived(), buffer)[1])
-        extent = Extent(part, likely=likely)
+        extent = Extent(part, self._rooms, likely=likely)
         wait = group.begin_broadcast(extent.room, name, seconds, num_before)
 
         def come() -> torch.Tensor:
