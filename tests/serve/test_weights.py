@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine_rig import PROMPT, QUICK, params, read, running, until
+from engine_rig import PROMPT, QUICK, helper, params, read, running, until
 from octavo.frontend.control import WrongStateError
 from octavo.frontend.messages import EngineStats
 from octavo.request.outputs import WeightsSpan, join_spans
@@ -129,28 +129,33 @@ async def _go_silent(tmp_path: Path) -> None:
         assert len(tokens) == 2
 
 
-def test_a_pause_that_waits_asks_once_while_an_update_holds_the_steps(tmp_path: Path) -> None:
+def test_a_pause_that_waits_asks_once_while_an_update_holds_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine says when the requests have ended, or the pause was undone; nobody asks it over and over."""
-    asyncio.run(_wait_beside_an_update(tmp_path))
+    monkeypatch.setenv("GATE", str(tmp_path / "gate"))
+    asyncio.run(_wait_beside_an_update(tmp_path, tmp_path / "gate"))
 
 
-async def _wait_beside_an_update(tmp_path: Path) -> None:
+async def _wait_beside_an_update(tmp_path: Path, gate: Path) -> None:
     weights = load_file(str(TINY))
     names = list(weights)
     for part, held in (("a", names[:1]), ("b", names[1:])):
         (tmp_path / part).mkdir()
         save_file({name: weights[name] for name in held}, tmp_path / part / "model.safetensors")
     config = {"backend": "disk", "staging": "none"}
-    async with running(**FIELDS, weight_transfer_config=config) as engine:
+    async with running(helper("slow_engine.py"), **FIELDS, weight_transfer_config=config) as engine:
         asked, call = list[str](), engine._client.call
         engine._client.call = lambda name, payload=b"": (asked.append(name), call(name, payload))[1]  # type: ignore
         for undone in (False, True):
+            gate.unlink(missing_ok=True)
             stream = engine.generate("ran", PROMPT, params(max_tokens=200, ignore_eos=True))
             await anext(stream)
             pausing = asyncio.create_task(engine.control.pause("wait"))
             await until(lambda: "pause" in asked, 5)
             await engine.start_weight_update()
             await engine.update_weights({"update_info": {"path": str(tmp_path / "a")}})  # holds the steps from now on
+            gate.touch()
             asked.clear()
             for _ in range(100):
                 await engine.call("weight_state")
