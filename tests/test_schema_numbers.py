@@ -35,9 +35,12 @@ EXTREMES: list[dict[str, Any]] = [
     {"not": {"const": -EDGE}},
     {**_INTEGER, "exclusiveMinimum": -EDGE - 1, "exclusiveMaximum": 1 - EDGE},
     *({"type": kind, "multipleOf": value} for kind in ("integer", "number") for value in (EDGE, 1e300, 5e-324)),
-    *({key: value} for key in ("minLength", "maxLength", "minItems", "maxItems", "maxProperties")
-      for value in (2**31, 2**32, EDGE, 2 * EDGE - 1)),
-]  # fmt: skip
+    *(
+        {key: value}
+        for key in ("minLength", "maxLength", "minItems", "maxItems", "maxProperties")
+        for value in (2**31, 2**32, EDGE, 2 * EDGE - 1)
+    ),
+]
 
 _CHILD = """
 import sys, msgspec

@@ -277,7 +277,7 @@ REFUSED: list[tuple[object, str, str]] = [
     ({"format": {"type": "json_schema", "json_schema": False}}, "a schema that no document has", "grammar_invalid"),
     ({"structures": [{"begin": "secret", "end": ""}], "triggers": ["<"]}, "triggers[0] has no tag", "grammar_invalid"),
     ({"format": {"type": "json_schema", "json_schema": {"$ref": "http://secret"}}}, "is fetched", "unsupported"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("tag", "said", "code"), REFUSED)

@@ -51,9 +51,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"choice": ["a"] * 1001}, "structured_outputs.choice", "too_many_items"),
     ({"choice": ["a" * 40_000, "b" * 40_000]}, "structured_outputs.choice", "schema_too_complex"),
     ({"json_object": 1}, "structured_outputs.json_object", "invalid_type"),
-    ({"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "},
-     "structured_outputs.whitespace_pattern", "conflicting"),
-]  # fmt: skip
+    (
+        {"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "},
+        "structured_outputs.whitespace_pattern",
+        "conflicting",
+    ),
+]
 
 
 @pytest.mark.parametrize(("fields", "field", "code"), BAD)

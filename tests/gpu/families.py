@@ -31,7 +31,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen2": ("qwen2", {}),
     "Qwen3": ("qwen3", {"head_dim": 64}),
     "Qwen3 of Hopper's shapes": (
-        "qwen3", {"head_dim": 128, "hidden_size": 256, "intermediate_size": 384, "tie_word_embeddings": False},
+        "qwen3",
+        {"head_dim": 128, "hidden_size": 256, "intermediate_size": 384, "tie_word_embeddings": False},
     ),
     "Qwen3-MoE": ("qwen3-moe-tied", {"num_experts": 16, "head_dim": 64}),
     "Qwen3-MoE, one layer dense": ("qwen3-moe", {"num_hidden_layers": 5}),
@@ -40,10 +41,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Phi-4": (
         "phi4",
         {
-            "hidden_size": 256, "max_position_embeddings": 2048,
+            "hidden_size": 256,
+            "max_position_embeddings": 2048,
             "rope_parameters": {
-                "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
-                "original_max_position_embeddings": 512, "short_factor": [1.0] * 24,
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.75,
+                "original_max_position_embeddings": 512,
+                "short_factor": [1.0] * 24,
                 "long_factor": [1.0 + 0.1 * pair for pair in range(24)],
             },
         },
@@ -75,7 +80,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Falcon-H1": ("falcon-h1", {**MAMBA2, "head_dim": 64, "mamba_d_ssm": 256, "num_hidden_layers": 4}),
     "Jamba": ("jamba", {"hidden_size": 128, "num_attention_heads": 2}),
-}  # fmt: skip
+}
 ARCHITECTURES = {
     "LlamaForCausalLM": "Llama",
     "MistralForCausalLM": "Mistral",

@@ -1,8 +1,8 @@
 """The sampler's reference implementation: one logits row of one request, the slow and obvious way.
 
 Owns the meaning of every sampling parameter in plain numpy; the tests hold Sampler to it. Knows no rows, batches or
-devices. Shares one thing with the fast path: the noise, whose recipe is in ops.sample. Invariant: the answer is a pure
-function of the logits, the tokens before the position, the parameters and the seed.
+devices. Shares one thing with the fast path: the noise, whose recipe is in ops.sampling. Invariant: the answer is a
+pure function of the logits, the tokens before the position, the parameters and the seed.
 """
 
 from __future__ import annotations

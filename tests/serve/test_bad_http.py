@@ -44,7 +44,9 @@ CASES: dict[str, tuple[bytes, int, str]] = {
         for char in (b"/", b"?", b"@", b"\\", b" ")
     },
     "length and chunks": (
-        POST + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400, "invalid_http",
+        POST + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        400,
+        "invalid_http",
     ),
     "two lengths": (POST + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd", 400, "invalid_http"),
     "negative length": (POST + b"Content-Length: -1\r\n\r\n", 400, "invalid_http"),
@@ -69,7 +71,9 @@ CASES: dict[str, tuple[bytes, int, str]] = {
     "folded value": (GET + b"a: b\r\n c\r\n\r\n", 400, "invalid_http"),
     "long body": (POST + CLOSE + b"Content-Length: 9000000\r\n\r\n", 413, "body_too_large"),
     "long body, asked first": (
-        POST + CLOSE + b"Content-Length: 9000000\r\nExpect: 100-continue\r\n\r\n", 413, "body_too_large",
+        POST + CLOSE + b"Content-Length: 9000000\r\nExpect: 100-continue\r\n\r\n",
+        413,
+        "body_too_large",
     ),
     "gzip": (POST + CLOSE + b"Content-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc", 415, "unsupported_encoding"),
     "unknown method": (b"FOO /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 405, "method_not_allowed"),
@@ -78,7 +82,7 @@ CASES: dict[str, tuple[bytes, int, str]] = {
     "dots": (b"GET /v1/%2e%2e/admin HTTP/1.1\r\nHost: localhost\r\n" + CLOSE + b"\r\n", 404, "not_found"),
     "slashes at the end": (b"GET /v1/modelsx// HTTP/1.1\r\nHost: localhost\r\n" + CLOSE + b"\r\n", 404, "not_found"),
     "bytes in the target": (b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, "invalid_http"),
-}  # fmt: skip
+}
 
 
 def answer(server: RunningServer, data: bytes) -> tuple[int, dict[bytes, bytes], bytes]:

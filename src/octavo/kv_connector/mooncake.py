@@ -1,7 +1,7 @@
 """`mooncake` and `mooncake_store`: blocks from engine to engine by Mooncake's transfer engine, and in Mooncake's store.
 
-Owns the options. The rest of the first is `p2p`'s, its bytes are `worker.mooncake`'s; the second keeps blocks by their
-names, as files do, and its bytes are `worker.mooncake_store`'s.
+Owns the options. The rest of the first is `p2p`'s, its bytes are `worker.ways.mooncake`'s; the second keeps blocks by
+their names, as files do, and its bytes are `worker.mooncake_store`'s.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class OutputHead(Linear):
         seeds: torch.Tensor,
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and failures of the rows of x, as `ops.sample.draw` has them of their logits."""
+        """Tokens and failures of the rows of x, as `ops.sampling.draw` has them of their logits."""
         if self._is_changed:
             return draw(self.forward(x), rows, temperatures, seeds, positions)
         return fused_linear_sampling(x, self.packed, rows, temperatures, seeds, positions)

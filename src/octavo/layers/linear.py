@@ -1,7 +1,7 @@
 """Linear: y = x W^T + b, alone or as several projections fused into one product.
 
 Owns the fused weight's shards and the moment of packing. Does not know what the projections mean or how the
-product is computed (ops.matmul). Invariant: after `finalize` the weight exists once, packed.
+product is computed (ops.gemm). Invariant: after `finalize` the weight exists once, packed.
 """
 
 from __future__ import annotations

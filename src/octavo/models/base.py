@@ -71,7 +71,7 @@ class Model(Loadable, Protocol):
         seeds: torch.Tensor,
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `ops.sample.draw` gives of the logits of hidden [rows, hidden_size]."""
+        """What `ops.sampling.draw` gives of the logits of hidden [rows, hidden_size]."""
 
     def fused_sampling_rows(self) -> Collection[int]:
         """The numbers of rows at which `draw` is faster than logits and a draw."""

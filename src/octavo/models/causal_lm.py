@@ -82,7 +82,7 @@ class CausalLM(Layer):
         seeds: torch.Tensor,
         positions: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and failures, as `ops.sample.draw` has them."""
+        """Tokens and failures, as `ops.sampling.draw` has them."""
         if self._has_own_logits:
             return draw(self.logits(hidden), rows, temperatures, seeds, positions)
         return self.head.draw(hidden, rows, temperatures, seeds, positions)

@@ -1,8 +1,8 @@
 """What this machine is: processors, memory, GPUs, compiled operators, and the identity of its numerics.
 
-Owns the reading of these facts from the system, torch and the installed package. Decides nothing: config.resolve and
-memory.plan_memory do, from these facts. Importing it asks nothing and imports no torch. Invariant: a fact that the
-system does not tell is an honest zero or an empty value, never a guess.
+Owns the reading of these facts from the system, torch and the installed package. Decides nothing:
+config.engine_config.resolve and startup.memory_plan do, from these facts. Importing it asks nothing and imports no
+torch. Invariant: a fact that the system does not tell is an honest zero or an empty value, never a guess.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The setting `attention_mods`: from an object, a module's or a file's name to the mods of each layer.
 
-Owns the import of what a name means and the messages where it is something else. Does not evaluate a mod (see
-mod_check). Invariant: whatever a user gives, and whatever a user's file does, the answer is mods or one ValueError.
+Owns the import of what a name means and the messages where it is something else. Does not evaluate a mod
+(`check` does). Invariant: whatever a user gives, and whatever a user's file does, the answer is mods or one ValueError.
 """
 
 from __future__ import annotations

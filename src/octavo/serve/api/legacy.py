@@ -1,7 +1,7 @@
 """OpenAI's functions, which tools have replaced: requests that still use them, as requests with tools.
 
 Owns the translation of `functions`, `function_call` and of messages that hold a call. Whether tools are sound is for
-`serve.tools`. Invariant: a body without these fields comes back as it is; the answer to one with them speaks of
+`serve.api.tools`. Invariant: a body without these fields comes back as it is; the answer to one with them speaks of
 `function_call` as well.
 """
 

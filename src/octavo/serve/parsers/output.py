@@ -116,7 +116,7 @@ class ParserChoice:
 
         `prompt`: its text, which tells whether the output begins within reasoning. `tools`: names of the tools that may
         be called, perhaps with their parameters' schemas; empty or None: calls are not looked for. `forced`:
-        "required", or "=" and a tool's name, where the output was held to `serve.grammar.from_tool_choice`.
+        "required", or "=" and a tool's name, where the output was held to `serve.sandbox.grammar.from_tool_choice`.
         `reasons`: the output may begin with reasoning.
         """
         reasoning = self.reasoning(self.reasoning.is_open_in(prompt)) if self.reasoning and reasons else None

@@ -9,7 +9,7 @@ from octavo.serve.parsers.tools.base import CallArray, ToolParser
 
 
 class Required(CallArray):
-    """The whole output is an array of calls: `serve.grammar.from_tool_choice` without a name."""
+    """The whole output is an array of calls: `serve.sandbox.grammar.from_tool_choice` without a name."""
 
     def _start(self) -> Callable[[], bool]:
         return self._front
@@ -26,7 +26,7 @@ class Required(CallArray):
 
 
 class Named(ToolParser):
-    """The whole output is the arguments of one tool: `serve.grammar.from_tool_choice` with its name."""
+    """The whole output is the arguments of one tool: `serve.sandbox.grammar.from_tool_choice` with its name."""
 
     def __init__(self, name: str, new_id: Callable[[], str] | None = None) -> None:
         """`name`: the tool's."""
