@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 
+from octavo.bench import gpu_profile
 from octavo.bench.gpu_profile import decode_load, family_of, family_rows, kernels, least_work, prefill_load, table
 from octavo.bench.shapes import SHAPES
 
@@ -16,6 +20,31 @@ FACTS = {
     "head_dim": 5,
     "vocab_size": 7,
 }
+
+
+OPS = Path(gpu_profile.__file__).parents[1] / "ops"
+FOLDERS = {
+    "scan": "states",
+    "attention": "attention",
+    "gemm": "products",
+    "activation": "norms, rotation, activation",
+    "norm": "norms, rotation, activation",
+    "rope": "norms, rotation, activation",
+    "moe": "experts",
+    "inputs": "inputs and results",
+    "sampling": "sampling",
+}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_every_kernel_that_is_launched_counts_to_its_folders_family(folder: str) -> None:
+    found = {}
+    for path in (OPS / folder).glob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and any("launched" in ast.unparse(m) for m in node.decorator_list):
+                found[node.name] = family_of(node.name)
+    found.pop("_grouped_product", None)  # of experts: a product
+    assert found and set(found.values()) == {FOLDERS[folder]}, found
 
 
 def test_bytes_and_operations_of_a_decode_step() -> None:

@@ -22,12 +22,13 @@ from octavo.llm import LLM
 
 # Family -> parts of kernel names, the first that fits; what fits none is "other".
 FAMILIES = {
-    "states": ("scan", "short_convolution", "convolve", "delta_", "mamba2_", "normalize_keys"),
-    "attention": ("attend", "divide", "merge"),
+    "states": ("scan", "convolution", "convolve", "delta_", "mamba2_", "normalize_keys"),
+    "attention": ("attend", "divide", "merge", "count_tiles"),
     "products": ("product", "streamed", "nvjet", "gemm", "gemv", "cutlass", "splitK"),
-    "norms, rotation, activation": ("norm", "rope", "gated"),
-    "sampling": ("draw", "leaf", "digit", "mask", "cut", "top", "_list"),
-    "inputs and results": ("gather", "commit", "write", "Memcpy", "Memset", "index", "pad"),
+    "norms, rotation, activation": ("norm", "rope", "gated", "relu", "_keep"),
+    "sampling": ("draw", "leaf", "leaves", "digit", "mask", "cut", "top", "order_keys", "_list"),
+    "experts": ("_choose", "_group", "_sum"),  # but their products
+    "inputs and results": ("gather", "commit", "write", "lay_out", "Memcpy", "Memset", "index", "pad"),
 }
 _SHOWN_KERNELS = 16
 _NUM_SYNCHRONIZED = 2  # at the ends of a timeline, to put two clocks on one line
