@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16)
 
 
-def _make(
+def make(
     lengths: list[int],
     heads: int,
     kv_heads: int,
@@ -76,6 +77,12 @@ def _make(
     return projected.to(dtype).flatten(1).to(device), rotation, batch.kv.to(device), rows, newest
 
 
+def part_of(rotation: Rotation, tokens: slice) -> Rotation:
+    """The rotation of some tokens."""
+    slots = rotation.slot_mapping
+    return dataclasses.replace(rotation, positions=rotation.positions[tokens], slot_mapping=slots[tokens])
+
+
 def _rotate(projected: torch.Tensor, rotation: Rotation, kv: torch.Tensor, heads: Heads) -> torch.Tensor:
     """q of the operator that only rotates, and stores."""
     return rope_gpu.qk_norm_rope_store(
@@ -117,7 +124,7 @@ def check(
     A length of 0 is a padding row. queries: of the first row, fewer of others. processors: to plan for; options: of the
     sight.
     """
-    projected, rotation, kv, rows, newest = _make(
+    projected, rotation, kv, rows, newest = make(
         lengths,
         heads,
         kv_heads,
