@@ -2,7 +2,8 @@
 
 A peer that sends more than its receiver has room for makes gloo throw in a thread of its own, where nobody can catch
 it: C++ then ends the process. Here such a thread stops for good instead, and what it said is kept. Invariant: any
-other exception ends the process, as before. A thread that has stopped is not used again, nor what it holds.
+other exception ends the process, as before. A thread that has stopped is not used again, nor what it holds. It cannot
+be given back either: gloo takes a connection out of a loop by waiting for that loop's next turn, which never comes.
 """
 
 from __future__ import annotations
