@@ -73,6 +73,27 @@ def packed_differences(
     return differing, compared
 
 
+def test_RL_A7_the_ten_lines_where_the_model_is_on_a_device() -> None:
+    """docs/rl.md's loop, with its tensors beside the model; with a cut, by the masks of the draw."""
+    model = rl.convert(tiny(torch.bfloat16).cuda())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    prompts: Any = [{"prompt_token_ids": each} for each in random_ids(3, 40, 257)]
+    cut: dict[str, Any] = {"temperature": 0.7, "top_k": 40, "top_p": 0.9, "return_sampling_mask": True}
+    with LLM(TINY, dtype="bfloat16", logprobs_mode="processed_logprobs", **SMALL) as llm:
+        for step in range(3):
+            for own in (dict[str, Any](), cut):
+                params = SamplingParams(n=4, max_tokens=24, logprobs=0, seed=step, **own)
+                drawn = rl.Drawn.of(llm.generate(prompts, params, use_tqdm=False), device="cuda")
+                support = drawn.support if own else None
+                new = drawn.logprobs(model, own.get("temperature", 1.0), support)
+                assert torch.equal(new, drawn.old) and new.is_cuda
+            ratio = (drawn.logprobs(model) - drawn.old).exp()
+            loss = -(ratio * drawn.spread(len(set(ids)) / len(ids) for ids in drawn.token_ids)).mean()
+            optimizer.step(loss.backward)
+            optimizer.zero_grad()
+            rl.Sender(llm, "local").send(model, f"step-{step}")
+
+
 @pytest.mark.parametrize("name", ["8b", "0.6b"])
 def test_RL_N1_twenty_thousand_tokens(name: str) -> None:
     """Drawn 256 at a time through graphs, under weights that a session brought; then one bit of one weight flipped."""
