@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,18 @@ def test_a_memory_limit_counts_without_page_cache(tmp_path: Path, monkeypatch: p
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(probe, "_CGROUP", tmp_path)
     assert probe.memory_bytes() == (600, 1000)
+
+
+@pytest.mark.parametrize(("room", "free"), [(1 << 30, 1 << 30), (-1, 0)])
+def test_a_limit_of_the_address_space_counts(
+    room: int, free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `ulimit -v` sets one; else an engine plans a cache that it cannot have."""
+    (tmp_path / "statm").write_text("5000 100 100 1 0 100 0\n")
+    taken = 5000 * os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.setattr(probe, "_STATM", tmp_path / "statm", raising=False)
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (taken + room, -1))
+    assert probe.memory_bytes() == (free, taken + room)
 
 
 def test_the_numerics_id_names_what_bits_depend_on() -> None:

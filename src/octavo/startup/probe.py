@@ -11,6 +11,7 @@ import hashlib
 import math
 import os
 import platform
+import resource
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +20,7 @@ from octavo.config.device_facts import DeviceFacts
 from octavo.config.engine_config import Resolved
 
 _CGROUP = Path("/sys/fs/cgroup")
+_STATM = Path("/proc/self/statm")  # its first number: pages of address space
 _SHOWN_FEATURES = (
     "avx", "avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_bf16",
     "amx_int8", "asimd", "asimdhp", "bf16", "i8mm", "sve", "sve2",
@@ -81,6 +83,10 @@ def memory_bytes() -> tuple[int, int]:
             if line.startswith("inactive_file "):  # page cache that the kernel gives back on demand
                 used -= int(line.split()[1])
         free, total = min(free, max(int(limit) - used, 0)), min(total, int(limit))
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space != resource.RLIM_INFINITY:  # ulimit -v
+        used = int((_read(_STATM) or "0").split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        free, total = min(free, max(space - used, 0)), min(total, space)
     return free, total
 
 
