@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from octavo import LLM
 from octavo.bench import reproducibility
 from octavo.bench.circumstances import Answer, Run, in_groups, make_jobs
 from octavo.bench.reproducibility import Bench, Difference, make_axes
+from octavo.checkpoint.hub import find_model
 from octavo.cli.flags import UsageError
 from random_models import EXAONE4, settings_of
 
@@ -109,6 +111,15 @@ def test_few_blocks_are_enough_for_a_request_where_layers_are_of_two_kinds(tmp_p
     found = {name: rest for name, *rest in Bench(None, settings, 256, 0).results([], ["preemption"])}
     difference, remark = found["preemption"]
     assert difference.tokens >= 256 and not difference.any and "NOT MET" not in remark
+
+
+def test_a_folder_without_a_tokenizer_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in find_model("octavo-tiny").iterdir():
+        if path.suffix == ".safetensors" or path.name == "config.json":
+            shutil.copy(path, tmp_path)
+    reproducibility.main(["--model", str(tmp_path), "--tokens", "64", "--axis", "order"])
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])["axes"]["order"]
+    assert row["tokens"] >= 64 and not row["different_folds"]
 
 
 def test_a_model_of_ones_own_package_is_asked_for_by_name(

@@ -192,6 +192,7 @@ class Bench:
             "max_model_len": MAX_LEN,
             "enable_prefix_caching": False,
             "max_num_seqs": MAX_ROWS,
+            "skip_tokenizer_init": True,  # requests and answers are token ids: a folder of weights is enough
             **settings,
         }
         self._jobs: list[Job] = []
