@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -125,6 +126,23 @@ def test_a_child_that_takes_too_much_memory_answers_for_it() -> None:
         assert "memory" in str(error)
 
     _with_sandbox(use, memory_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("limit", ["-v 900000", "-n 12"])
+def test_a_stricter_limit_of_the_servers_stays_and_blames_no_form(
+    limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every form was too complex under `ulimit -v`: its child may not raise what it was started under."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nulimit {limit}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+
+    async def use(sandbox: GrammarSandbox) -> None:
+        assert await _error(sandbox, _form(json={"type": "object"})) is None
+        assert sandbox.num_killed == 0
+
+    _with_sandbox(use)
 
 
 @pytest.mark.parametrize("number", [signal.SIGILL, signal.SIGSEGV])

@@ -107,10 +107,17 @@ def _read(source: BinaryIO) -> bytes | None:
 
 
 def _limit(memory_bytes: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
+    _lower(resource.RLIMIT_AS, memory_bytes)
+    _lower(resource.RLIMIT_NOFILE, 16)
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (0, 0))
+
+
+def _lower(kind: int, most: int) -> None:
+    """A stricter limit, which the server was started under (`ulimit`), stays."""
+    _, hard = resource.getrlimit(kind)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (most, most))
 
 
 if __name__ == "__main__":
