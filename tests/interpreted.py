@@ -38,13 +38,14 @@ def quicken() -> None:
     """Take out of the interpreter two thirds of its time, and nothing that it checks.
 
     It patches triton.language at every call of a device function, where once a process is enough; it builds a table at
-    every look-up of a type; it computes overflows that it reports to nobody outside of debug mode; and it folds by
-    exclusive or, as sorting does, element by element in Python.
+    every look-up of a type; it computes overflows that it reports to nobody outside of debug mode; it folds by
+    exclusive or, as sorting does, element by element in Python; and it makes the type of every value anew.
     """
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
+    _share_types(tl.core)
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     look_up, apply_impl, known = interpreter._get_np_dtype, interpreter.ReduceOps.apply_impl, {}
 
@@ -63,6 +64,32 @@ def quicken() -> None:
     interpreter.TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, one, other, operation: None
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     interpreter._get_np_dtype, interpreter.ReduceOps.apply_impl = np_dtype, reduce
+
+
+def _share_types(core: ModuleType) -> None:
+    """A block's type is made once, and what each value of a type says of itself is worked out once."""
+    make_type, make_value = core.block_type.__init__, core.tensor.__init__
+    types: dict[tuple[int, tuple[int, ...]], object] = {}
+
+    def shared(cls, element_ty, shape):
+        key = id(element_ty), tuple(core._unwrap_if_constexpr(size) for size in shape)
+        return types.get(key) or types.setdefault(key, object.__new__(cls))  # it holds what the key names
+
+    def init_type(self, element_ty, shape):
+        if "name" not in self.__dict__:  # the last that is set: one that is refused is refused again
+            make_type(self, element_ty, shape)
+
+    def init_value(self, handle, type):
+        known = type.__dict__.get("_of_values")
+        if known is None:
+            make_value(self, handle, type)
+            type._of_values = self.numel, self.dtype, self.shape
+            return
+        self.handle, self.type = handle, type
+        self.numel, self.dtype, self.shape = known
+
+    core.block_type.__new__ = shared
+    core.block_type.__init__, core.tensor.__init__ = init_type, init_value
 
 
 def main(rig: str) -> None:
