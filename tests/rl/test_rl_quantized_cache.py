@@ -11,7 +11,10 @@ from safetensors.torch import save_file
 from octavo import LLM
 from octavo.request.outputs import WeightsSpan
 from rl_rig import TINY
+from sleep_rig import move_memory
 from weights_rig import Weights, answers, give, old_weights, other_weights, params
+
+from pages_double import PagesDouble  # isort: skip, its folder is known through sleep_rig
 
 FIELDS = {"dtype": "bfloat16", "max_model_len": 256}
 
@@ -49,3 +52,17 @@ def test_W_6_what_old_scales_stored_is_computed_again(cache: str, new: Weights):
         assert spans[-1] == WeightsSpan("new", spans[-1].start, 20, mixed=cache == "auto")
         stats = engine.core.weights.stats
         assert (stats.num_kept, stats.num_recomputed) == ((1, 0) if cache == "auto" else (0, 1))
+
+
+def test_W_6_scales_are_measured_while_the_cache_sleeps(new: Weights, monkeypatch: pytest.MonkeyPatch):
+    """Who touched the cache then would end by a signal."""
+    move_memory(monkeypatch, PagesDouble())
+    fields = {**FIELDS, "dtype": "float32", "kv_cache_dtype": "fp8", "native": "off", "num_gpu_blocks_override": 60}
+    with LLM(TINY, **fields) as llm:
+        give(llm, new, "new")
+        expected = answers(llm)
+        give(llm, old_weights(), "old")
+        llm.sleep(2)
+        llm.wake_up(["weights"])
+        give(llm, new, "new again")
+        assert llm.wake_up() and answers(llm) == expected
