@@ -281,6 +281,24 @@ def test_too_many_forms_are_turned_away() -> None:
     _with_sandbox(use, max_children=1, max_waiting=2)
 
 
+def test_a_machine_that_stood_still_says_nothing_of_a_form() -> None:
+    async def use(sandbox: GrammarSandbox) -> None:
+        await sandbox.check_structured(_form(choice=["a"]))
+        (child,) = sandbox._children
+        os.kill(child.process.pid, signal.SIGSTOP)
+        threads = list(Path(f"/proc/{child.process.pid}/task").glob("*/stat"))
+        while not all(thread.read_text().rsplit(")", 1)[1].split()[0] == "T" for thread in threads):
+            await asyncio.sleep(0.001)
+        usual, sandbox._seconds = sandbox._seconds, 0.2
+        with pytest.raises(SandboxBusyError, match="too busy to check"):
+            await sandbox.check_structured(_form(choice=["b"]))
+        sandbox._seconds = usual
+        assert not sandbox._checks and not sandbox._children
+        await sandbox.check_structured(_form(choice=["b"]))
+
+    _with_sandbox(use, max_children=1)
+
+
 def test_a_form_that_waits_too_long_is_turned_away() -> None:
     async def use(sandbox: GrammarSandbox) -> None:
         first = asyncio.create_task(_error(sandbox, _slow(0)))

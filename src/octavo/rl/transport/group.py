@@ -179,8 +179,9 @@ class Group:
             return action()
         except RuntimeError as error:
             line = _line(error)
-            what = f"was silent for {seconds:.0f} s, while" if _TIMED_OUT.search(line) else f"failed ({line}) while"
-            raise WeightTransferError(f"{self.peer} {what} {name} was on its way") from None
+            timed_out = _TIMED_OUT.search(line)
+            what = f"was silent for {round(seconds, 2):g} s," if timed_out else f"failed ({line})"
+            raise WeightTransferError(f"{self.peer} {what} while {name} was on its way") from None
 
     def close(self) -> None:
         """Leave; a group with a buffer on its way is left meanwhile, which takes until that is given up."""

@@ -14,6 +14,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -38,6 +39,8 @@ WAIT_SECONDS = 10.0  # for a child
 MAX_VERDICTS = 1024
 DEATH_SECONDS = 10.0  # for a child that has closed its pipe to end
 _MEMORY_CRASHES = (signal.SIGSEGV, signal.SIGBUS)
+_LEAST_WORK = 0.125  # of the time limit: a child that worked for less was not given a processor, and says nothing
+_TICK = 0.01  # seconds, by which a kernel counts a process's work
 _CRASHES = (*_MEMORY_CRASHES, signal.SIGILL, signal.SIGFPE)
 _KEPT_ENVIRONMENT = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMROOT")
 
@@ -262,10 +265,13 @@ class GrammarSandbox:
                 self._idle.append(child)
                 raise asyncio.CancelledError
             check.is_compiling, done = True, False
+            worked = child.processor_seconds()
             try:
                 verdict = await asyncio.wait_for(child.ask(structured), self._seconds)
                 done = True
             except TimeoutError:
+                if child.processor_seconds() - worked < self._seconds * _LEAST_WORK - _TICK:
+                    raise self._busy("this machine is too busy to check a form of an output") from None
                 verdict = Verdict(field, f"takes more than {self._seconds:g} s to compile", "schema_too_complex")
             except (OSError, RuntimeError, asyncio.IncompleteReadError, msgspec.DecodeError):
                 if not is_fresh:  # it may have been dead before it was asked: another one tells
@@ -346,6 +352,15 @@ class _Child:
         self._sink.write(pack(structured))
         await self._sink.drain()
         return await self._answer()
+
+    def processor_seconds(self) -> float:
+        """What it has worked so far; without end where nobody counts that."""
+        try:
+            with open(f"/proc/{self.process.pid}/stat", "rb") as file:
+                user, system = file.read().rsplit(b")", 1)[1].split()[11:13]
+        except OSError:
+            return math.inf
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     async def why_it_died(self) -> str:
         """What the form of a child that gave no answer did, for the client. It has closed its pipe."""
