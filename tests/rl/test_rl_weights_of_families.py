@@ -63,6 +63,7 @@ def _together(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         own = [name for name in weights if name.startswith(f"{path}.")]
         for name in sorted(own, key=lambda name: int(name.split(".")[-3])):
             of_layer.setdefault(name.split(".")[-2], []).append(weights[name])
+        path = path.replace(".block_sparse_moe.", ".mlp.")  # Mixtral's in files alone
         inner = [torch.stack(of_layer[name]) for name in ("gate_proj", "up_proj") if name in of_layer]
         found[f"{path}.gate_up_proj" if len(inner) > 1 else f"{path}.up_proj"] = torch.cat(inner, 1)
         found[f"{path}.down_proj"] = torch.stack(of_layer["down_proj"])
