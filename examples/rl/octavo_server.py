@@ -45,7 +45,8 @@ class OctavoServer:
         """`arguments`: further ones of `octavo serve`; backend: how weights come, see docs/rl.md."""
         config = json.dumps({"backend": backend})
         command = [sys.executable, "-m", "octavo", "serve", model, "--port", "0", "--weight-transfer-config", config]
-        command += ["--logprobs-mode", "processed_logprobs", "--skip-tokenizer-init", *arguments]
+        command += ["--logprobs-mode", "processed_logprobs", "--skip-tokenizer-init"]
+        command += ["--generation-config", "vllm", *arguments]  # a checkpoint's own would cut draws unseen
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         found = re.search(r"http://[^ ]+:\d+", self.process.stdout.readline())

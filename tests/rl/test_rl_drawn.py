@@ -84,6 +84,25 @@ def test_parts_have_the_bits_of_the_whole(llm: LLM, model: torch.nn.Module) -> N
         assert torch.equal(part.old, torch.cat([drawn.split(drawn.old)[number] for number in numbers]))
 
 
+def test_a_part_is_named_by_numbers_or_by_a_bool_for_each() -> None:
+    drawn = rl.Drawn.of_ids(*IDS)
+    for mask in ([True, False, True], np.array([1, 0, 1]) > 0, torch.tensor([1, 0, 1]) > 0):
+        assert drawn.part(mask).token_ids == [drawn.token_ids[0], drawn.token_ids[2]]
+    for numbers in ([2, 0], np.array([2, 0]), torch.tensor([2, 0])):
+        assert drawn.part(numbers).token_ids == [drawn.token_ids[2], drawn.token_ids[0]]
+    with pytest.raises(ValueError, match=r"must be 3 bools, one for each completion, got 2"):
+        drawn.part([True, False])
+    for wrong in (3, -1, 0.5):
+        with pytest.raises(ValueError, match=rf"must be whole ones in \[0, 2\], got {wrong}"):
+            drawn.part([0, wrong])  # type: ignore[list-item]
+
+
+def test_text_is_no_prompt() -> None:
+    for prompt in ("def", ["def"]):
+        with pytest.raises(ValueError, match=r"token_ids\[0\] has a prompt of text, expected its token ids"):
+            rl.Drawn.of_ids([prompt], [[10]], [[-1.0]])  # type: ignore[list-item]
+
+
 def test_completions_without_tokens_keep_their_number(model: torch.nn.Module) -> None:
     """An aborted request's, say: nothing is computed for it, and its number is spread over nothing."""
     drawn = rl.Drawn.of_ids(*IDS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import shutil
 import sys
 import types
 from collections.abc import AsyncIterator
@@ -81,12 +82,17 @@ def test_rl_a2_trls_asynchronous_weights(example: Any, new: Weights, right: Righ
 
 
 def test_rl_a7_a_loop_against_a_server_has_ratios_of_one_in_each_first_pass(
-    example: Any, monkeypatch: pytest.MonkeyPatch
+    example: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """RL.A7: float32 masters, a temperature, n completions of a prompt, microbatches, a second pass."""
+    """RL.A7: float32 masters, a temperature, n completions of a prompt, microbatches, a second pass.
+
+    Of a checkpoint whose own defaults would cut the draws.
+    """
     module = example("grpo")
     monkeypatch.setattr(module, "MICROBATCH", 64)
-    loop = module.Loop(TINY, max_tokens=10, lr=1e-3)
+    policy = shutil.copytree(TINY, tmp_path / "policy")
+    (policy / "generation_config.json").write_text('{"do_sample": true, "top_k": 5, "repetition_penalty": 1.5}')
+    loop = module.Loop(str(policy), max_tokens=10, lr=1e-3)
     try:
         said = [loop.update(step, [[5, 6, 7], PROMPT[:20]]) for step in range(3)]
         drawn = loop.draw([[5, 6, 7]])

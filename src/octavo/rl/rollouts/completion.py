@@ -38,6 +38,9 @@ class Completion:
         """Raises ValueError for parts that do not fit each other."""
         if not self.prompt:
             raise ValueError(f"{self.where} has an empty prompt: its first token follows from nothing")
+        given: tuple[object, object] = self.prompt, self.prompt[0]
+        if any(isinstance(each, str) for each in given):
+            raise ValueError(f"{self.where} has a prompt of text, expected its token ids")
         for name, values in (("log-probabilities", self.logprobs), ("sampling masks", self.sampling_mask)):
             if values is not None and len(values) != len(self.token_ids):
                 raise ValueError(f"{self.where} has {len(self.token_ids)} tokens and {len(values)} {name}")

@@ -153,12 +153,12 @@ class Drawn:
         """Values [drawn, ...] -> those of each completion, which may be none."""
         return list(values.split(self.lengths))
 
-    def part(self, numbers: Iterable[int]) -> Drawn:
-        """Some of the completions, by number, in this order: a microbatch, a shuffled one.
+    def part(self, numbers: Tensor | Iterable[int]) -> Drawn:
+        """Some of the completions, a microbatch say: by number, in this order, or by one bool for each of all.
 
-        Raises ValueError where they hold no token, IndexError for a number that is not there.
+        Raises ValueError where they hold no token, for a number that is not there, and for another count of bools.
         """
-        own = list(numbers)
+        own = _numbers(numbers, len(self.completions))
         fields = {name: table[own] for name, table in self._fields.items()}
         return Drawn([self.completions[number] for number in own], device=self.pack.device, fields=fields)
 
@@ -207,3 +207,16 @@ def _told(value: Any, completion: Completion, what: str) -> Any:
         setting = f"return_{what.replace(' ', '_')}"
         raise ValueError(f"{completion.where} has no {what}: ask for it with SamplingParams({setting}=True)")
     return value
+
+
+def _numbers(given: Tensor | Iterable[int], count: int) -> list[int]:
+    """Numbers of completions, of which there are `count`, from numbers or a mask."""
+    numbers = [each.item() if hasattr(each, "item") else each for each in given]
+    if numbers and all(isinstance(each, bool) for each in numbers):
+        if len(numbers) != count:
+            raise ValueError(f"numbers must be {count} bools, one for each completion, got {len(numbers)}")
+        return [number for number, wanted in enumerate(numbers) if wanted]
+    wrong = next((each for each in numbers if each not in range(count)), None)
+    if wrong is not None:
+        raise ValueError(f"numbers must be whole ones in [0, {count - 1}], got {wrong}")
+    return numbers
