@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
@@ -31,7 +33,7 @@ from octavo.rl.transport.pieces import PIECE_BYTES, read_ahead
 from rl_rig import TINY
 from trainer_model import make_model
 from weights import Trainer, write_files
-from weights_rig import answers, prompts
+from weights_rig import answers, give, old_weights, other_weights, prompts
 
 pytestmark = pytest.mark.gpu
 FIELDS: dict[str, Any] = {  # memory of their own, since others run beside these
@@ -147,6 +149,26 @@ def test_RL_W5_a_handle_names_a_part_of_memory() -> None:
     assert (part["size"], part["offset"] - whole["offset"]) == (768, 256)
     incoming = [Incoming("a", torch.bfloat16, (2, 3)), Incoming("b", torch.uint8, (4,))]
     assert [(each.name, tensor.numel()) for each, tensor in split(flat, incoming)] == [("a", 6), ("b", 4)]
+
+
+@pytest.mark.parametrize("cache", ["fp8", "int8"])
+def test_RL_W6_a_quantized_cache_has_the_scales_of_the_weights_that_serve(cache: str, tmp_path: Path) -> None:
+    """Graphs that were captured with the old scales, and an engine that is asleep but for its weights."""
+    new = other_weights(3)
+    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
+    save_file(new, tmp_path / "model.safetensors")
+    with LLM(str(tmp_path), **FIELDS, kv_cache_dtype=cache) as fresh:
+        expected = answers(fresh, ASKED)
+    with LLM(TINY, **FIELDS, kv_cache_dtype=cache, enable_sleep_mode=True) as llm:
+        before = answers(llm, ASKED)
+        give(llm, new, "new")
+        found = answers(llm, ASKED)
+        assert found == expected and found != before
+        llm.sleep(2)
+        llm.wake_up(["weights"])
+        give(llm, old_weights(), "old again")
+        llm.wake_up()
+        assert answers(llm, ASKED) == before
 
 
 def test_RL_P1_a_kept_pause_loses_none_of_256() -> None:
