@@ -66,6 +66,41 @@ def quicken() -> None:
     interpreter._get_np_dtype, interpreter.ReduceOps.apply_impl = np_dtype, reduce
 
 
+def make_dots_exact() -> None:
+    """Sums of `tl.dot` are rounded once, as if they were exact: their bits depend on their terms alone.
+
+    The interpreter's are numpy's, whose library has other sums for other shapes, and for each kind of processor. Here
+    each float32 is two numbers of 12 digits, products of which are exact in float64, and so are their sums, but for
+    terms of less than 2**-29 of a sum. bfloat16, which the interpreter takes for integers, is read as what it is.
+    """
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def parts(operand):
+        data, dtype = operand.data, operand.dtype.scalar
+        if dtype == tl.bfloat16:
+            data = (data.astype(np.uint32) << 16).view(np.float32)
+        elif dtype.primitive_bitwidth == 8:
+            data = interpreter._convert_float(data, dtype, tl.float16, None).view(np.float16)
+        if data.dtype != np.float32 or not np.isfinite(data).all():
+            return [data.astype(np.float64)]
+        upper = (data.view(np.uint32) & 0xFFFFF000).view(np.float32)
+        return [each.astype(np.float64) for each in (upper, data - upper) if each.any()]
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        if not d.dtype.scalar.is_floating():
+            return make_dot(self, a, b, d, input_precision, max_num_imprecise_acc)
+        total = d.data.astype(np.float64)
+        for one in parts(a):
+            for other in parts(b):
+                total += one @ other
+        return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
+
+    make_dot = interpreter.InterpreterBuilder.create_dot
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
 def _share_types(core: ModuleType) -> None:
     """A block's type is made once, and what each value of a type says of itself is worked out once."""
     make_type, make_value = core.block_type.__init__, core.tensor.__init__
@@ -94,6 +129,7 @@ def _share_types(core: ModuleType) -> None:
 
 def main(rig: str) -> None:
     quicken()
+    make_dots_exact()
     errors = {}
     for name, check in importlib.import_module(rig).INTERPRETED.items():
         try:
