@@ -344,12 +344,33 @@ def test_RL_W8_what_a_group_throws_is_no_matter_of_another_one_of_the_process() 
     assert done.stdout.splitlines() == ["True", "100.0"], done.stderr
 
 
+AT_ITS_END = """
+import sys
+engines = [TRANSPORT(torch.device("cpu"), {}) for _ in range(6)]
+groups = [meet(each) for each in engines]
+sys.setswitchinterval(100)  # who has Python's lock keeps it until the end
+for group, each in zip(groups, engines):
+    each._group.begin_broadcast(torch.zeros(100), "a", 30)
+    group.broadcast(torch.ones(100), "a", 30)
+"""
+
+
+def test_a_process_may_end_while_a_group_still_lets_go_of_its_buffers() -> None:
+    """A thread of gloo wants Python's lock for that, and there is none when the interpreter is gone."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEET + AT_ITS_END], capture_output=True, text=True, timeout=patient(120), env=os.environ
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 AT_EXIT = """
 import atexit, ctypes
-from octavo.rl.transport import thrown
 
 library = ctypes.CDLL("libstdc++.so.6")
-atexit.register(lambda: library._ZSt9terminatev())  # runs behind what `catch` registers
+atexit.register(lambda: library._ZSt9terminatev())  # runs behind what is registered below
+
+from octavo.rl.transport import thrown
+
 assert thrown.catch()
 thrown._kind = None  # whoever enters Python now fails there
 """

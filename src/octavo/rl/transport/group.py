@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import distributed
 from torch.distributed import BroadcastOptions, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from octavo.rl.plan import Incoming
@@ -32,6 +33,7 @@ from octavo.rl.transport import (
     Read,
     buffers,
     deadline,
+    ending,
     field,
     go_on,
     split,
@@ -126,6 +128,9 @@ class Group:
         except (RuntimeError, OSError) as error:
             raise WeightTransferError(f"{self.peer} was not met within {timeout:g} s: {_line(error)}") from None
         self._threads = thrown.threads_of(self._group)
+        self._has_workers = isinstance(self._group, getattr(distributed, "ProcessGroupGloo", ()))
+        if self._has_workers:
+            ending.ends(self)
         self._quiet = None if store else _quiet_connection(address, port)
         # Those that were begun, and may be on their way. A work holds the connection, and who keeps an error keeps its
         # frames: each is in a list of its own, which `close` empties.
@@ -156,7 +161,8 @@ class Group:
         """
         options = BroadcastOptions()
         options.rootRank, options.timeout = 0, datetime.timedelta(seconds=seconds * (1 + num_before))
-        works = [self._telling(name, seconds, lambda: self._group.broadcast([tensor], options))]
+        with ending.inside():
+            works = [self._telling(name, seconds, lambda: self._group.broadcast([tensor], options))]
         self._works.append(works)
 
         def check() -> None:
@@ -168,7 +174,8 @@ class Group:
         def wait() -> None:
             _wait_for(works[0], time.monotonic() + seconds, check, is_cuda=tensor.is_cuda)
             self._works.remove(works)
-            works.clear()
+            with ending.inside():
+                works.clear()
             if tensor.is_cuda:
                 torch.cuda.current_stream(tensor.device).synchronize()
 
@@ -183,25 +190,60 @@ class Group:
             what = f"was silent for {round(seconds, 2):g} s," if timed_out else f"failed ({line})"
             raise WeightTransferError(f"{self.peer} {what} while {name} was on its way") from None
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no buffer is on its way."""
+        return all(work.is_completed() for works in self._works for work in works)
+
     def close(self) -> None:
         """Leave; a group with a buffer on its way is left meanwhile, which takes until that is given up."""
         if self._quiet is not None:
             self._quiet.close()
             self._quiet = None
         begun, self._works = self._works, []
-        is_quiet = all(work.is_completed() for works in begun for work in works)
+        left = _Left(self._group, self._threads, [work for works in begun for work in works])
+        self._group = self._store = None  # nobody else has them
         for works in begun:
             works.clear()
-        if is_quiet:
-            self._leave()
+        if left.is_quiet:
+            left.end()
         else:
-            threading.Thread(target=self._leave, daemon=True, name="octavo-leaving").start()
+            threading.Thread(target=left.leave, args=(self._has_workers,), daemon=True, name="octavo-leaving").start()
 
-    def _leave(self) -> None:
-        abort = getattr(self._group, "abort", None)
-        if abort is not None:
-            abort()
-        self._group = self._store = None  # nobody else has them: this may wait, too
+    def end(self) -> None:
+        """Leave at the end of the process: at once if it is quiet, and else never."""
+        if self.is_quiet:
+            self.close()
+        else:
+            ending.keep(self._group, *(work for works in self._works for work in works))
+
+
+class _Left:
+    """A group that was left."""
+
+    def __init__(self, group: Any, threads: frozenset[int], works: list[Any]) -> None:
+        self._group, self._threads, self._works = group, threads, works
+
+    @property
+    def is_quiet(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def leave(self, has_workers: bool) -> None:
+        """Let go of it when it is quiet, if its own threads see to that: they want Python's lock for their buffers."""
+        while has_workers and not self.is_quiet:
+            time.sleep(_LOOK_SECONDS)
+        self.end()
+
+    def end(self) -> None:
+        """Let go of it; of one in which a thread stands still, of its buffers alone."""
+        with ending.inside():
+            self._works.clear()
+            if thrown.said_by(self._threads) is not None:
+                ending.keep(self._group)
+            abort = getattr(self._group, "abort", None)
+            if abort is not None:
+                abort()
+            self._group = None
 
 
 def place_of(address: str, port: int) -> str:
@@ -376,9 +418,10 @@ def _wait_for(work: Any, until: float, check: Check, *, is_cuda: bool) -> None:
         if is_cuda:
             time.sleep(_POLL_SECONDS)
             continue
-        with contextlib.suppress(RuntimeError):  # what failed is told below
+        with contextlib.suppress(RuntimeError), ending.inside():  # what failed is told below
             work.wait(datetime.timedelta(seconds=_LOOK_SECONDS))
-    work.wait(datetime.timedelta(seconds=max(until - time.monotonic(), 0.001)))
+    with ending.inside():
+        work.wait(datetime.timedelta(seconds=max(until - time.monotonic(), 0.001)))
 
 
 def _quiet_connection(address: str, port: int) -> socket.socket | None:

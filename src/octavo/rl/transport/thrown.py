@@ -8,21 +8,25 @@ be given back either: gloo takes a connection out of a loop by waiting for that 
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import functools
 import logging
 import platform
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from octavo.rl.transport import ending
+
 _LOG = logging.getLogger(__name__)
 _KIND = b"N4gloo13EnforceNotMetE"  # as the C++ ABI writes gloo::EnforceNotMet
 _TASKS = Path("/proc/self/task")  # a folder for each thread of this process
 _said: dict[int, str] = {}  # thread -> what it said; one that stands still keeps its number
+_still: set[int] = set()  # threads that want nothing of Python any more
+_STILL_SECONDS = 1.0  # for those that threw as the process ends
 _threads_of: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()  # by group
 _making = threading.Lock()
 
@@ -66,16 +70,28 @@ def catch() -> bool:
             for each in before:  # which ends the process
                 each()
             return
-        said = _said[threading.get_native_id()] = _text(text_of)
+        said = _said[thread := threading.get_native_id()] = _text(text_of)
         _LOG.error("a group of gloo was given up, and a thread of it stands still: %s", said or "it threw")
-        threading.Event().wait()
+        forever = threading.Lock()
+        forever.acquire()
+        _still.add(thread)
+        forever.acquire()
 
     kept = _HANDLER(terminate)
     _kept.append(kept)
     address = replace(kept)
     if address:
         before.append(_HANDLER(address))
-    atexit.register(replace, ctypes.c_void_p(address))  # what fails behind that finds no Python to run
+
+    def end() -> None:
+        replace(ctypes.c_void_p(address))  # what fails behind that finds no Python to run
+        until = time.monotonic() + _STILL_SECONDS
+        while _said.keys() - _still and time.monotonic() < until:
+            time.sleep(0.001)
+        if _said:
+            time.sleep(0.01)  # for the last of them to let go of Python's lock
+
+    ending.last(end)
     return True
 
 
