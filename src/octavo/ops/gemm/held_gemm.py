@@ -167,6 +167,7 @@ def product(
         x, out if norm is None else norm, weight, before, out, eps, num_rows, x.stride(0), before.stride(0),
         out.stride(0), N=n, K=k, LEVELS=padded_length(k).bit_length() - 1, ROWS=MAX_ROWS,
         BN=channels, WARPS=warps, ALL=all_warps, BK=_STEP, PART=_PART, NORM=norm is not None, GATED=gated,
-        TANH=GATED_KINDS.get(activation or "") == 1, SQUARED=activation == SQUARED_RELU, ADD=residual is not None, num_warps=all_warps,
+        TANH=GATED_KINDS.get(activation or "") == 1, SQUARED=activation == SQUARED_RELU, ADD=residual is not None,
+        num_warps=all_warps,
         enable_fp_fusion=False, **chained(x.device),
     )  # fmt: skip

@@ -196,5 +196,6 @@ def _launch(
         before.stride(0), out.stride(0), eps, N=n, K=k, PADDED=padded, LEVELS=padded.bit_length() - 1, BM=_TILE_ROWS,
         BN=tile.channels, BK=tile.depth, STAGES=tile.stages, AHEAD=min(tile.ahead, k // tile.depth),
         NORM=norm is not None, GATED=gated, TANH=GATED_KINDS.get(activation or "") == 1,
-        SQUARED=activation == SQUARED_RELU, ADD=residual is not None, HAS_BIAS=bias is not None, num_warps=tile.warps, enable_fp_fusion=False, **chained(x.device),
+        SQUARED=activation == SQUARED_RELU, ADD=residual is not None, HAS_BIAS=bias is not None,
+        num_warps=tile.warps, enable_fp_fusion=False, **chained(x.device),
     )  # fmt: skip
