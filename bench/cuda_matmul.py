@@ -19,7 +19,7 @@ from torch import Tensor
 from cuda_attention import measure_limits
 from octavo.ops.gemm import LinearWeight, linear, pack_linear
 from octavo.ops.gemm import gpu as matmul
-from octavo.ops.gemm.fused import gated_linear
+from octavo.ops.gemm.fused import activated_linear
 
 # model -> (layers, {product: (N, K)} of a layer, head)
 MODELS = {
@@ -80,7 +80,7 @@ def make_weights(n: int, k: int, count: int) -> list[LinearWeight]:
 
 def multiply(product: str, x: Tensor, weight: LinearWeight, out: Tensor) -> Tensor:
     """The product, into out; or gates and ups with their activation, which is new."""
-    return gated_linear(x, weight, "silu") if product == GATED else linear(x, weight, out=out)
+    return activated_linear(x, weight, "silu") if product == GATED else linear(x, weight, out=out)
 
 
 def check(product: str, x: Tensor, weight: LinearWeight, out: Tensor) -> None:

@@ -18,7 +18,7 @@ if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
 
 from matmul_rig import WALKED, clustered, heavy_tailed
 from octavo.ops import decoder
-from octavo.ops.activation import gated_activation
+from octavo.ops.activation import activate
 from octavo.ops.gemm import cluster_gemm, fused, linear, load_kernels, pack_linear
 from octavo.ops.gemm import gpu as matmul
 from octavo.ops.gemm.cluster_gemm import Tile, _Kind, product, serves, tile_for
@@ -39,7 +39,7 @@ def _expected(x: torch.Tensor, weight: torch.Tensor, activation: str | None = No
     """By the separate operators, in Triton tiles: one accumulator that walks K in order."""
     tile = matmul.tile_for(16, *weight.shape, x.dtype)
     plain = matmul.linear(x, weight, None, x.new_empty(x.shape[0], weight.shape[0]), tile)
-    return plain if activation is None else gated_activation(plain, activation)
+    return plain if activation is None else activate(plain, activation)
 
 
 def _added(product: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,10 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
-@pytest.mark.parametrize(("activation", "dtype"), [(None, BF16), (None, F16), ("silu", BF16), ("gelu_tanh", F16)])
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [(None, BF16), (None, F16), ("silu", BF16), ("gelu_tanh", F16), ("relu2", BF16), ("relu2", F16)],
+)
 def test_every_tile_has_the_bits_of_the_canonical_order(
     activation: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +92,7 @@ def test_a_row_has_its_bits_at_every_number_of_rows(n: int, k: int) -> None:
     weight, wide = pack_linear(_weight(n, k)), heavy_tailed(2600, k + 8, dtype=BF16, seed=3, device="cuda")
     x = wide[:, 8:]
     expected, gated = _expected(x, weight.storage), _expected(x, weight.storage, "silu") if n in (192, 6144) else None
+    squared = _expected(x, weight.storage, "relu2") if n in (192, 6144) else None
     residual = heavy_tailed(2600, n + 8, dtype=BF16, seed=9, device="cuda").div(1024)[:, :n]
     total = _added(expected, residual)
     tens = 144, 160, 176, 191, 192, 200, 208, 224, 240, 255, 256, 257, 320, 400, 500, 512, 520
@@ -97,7 +101,9 @@ def test_a_row_has_its_bits_at_every_number_of_rows(n: int, k: int) -> None:
         assert _same(linear(x[:rows], weight), expected[:rows]), rows
         assert _same(fused.linear_add(x[:rows], weight, None, residual[:rows]), total[:rows]), rows
         if gated is not None:
-            assert _same(fused.gated_linear(x[:rows], weight, "silu"), gated[:rows]), rows
+            assert _same(fused.activated_linear(x[:rows], weight, "silu"), gated[:rows]), rows
+        if squared is not None:
+            assert _same(fused.activated_linear(x[:rows], weight, "relu2"), squared[:rows]), rows
 
 
 def test_captured_behind_the_kernel_that_makes_its_rows() -> None:

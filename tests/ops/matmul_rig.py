@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from octavo.ops.activation import GATED_KINDS
 from octavo.ops.activation import gpu as activation
 from octavo.ops.gemm import LinearWeight, cluster_gemm, linear_reference, skinny_gemm
 from octavo.ops.gemm.gpu import Tile, linear
@@ -36,8 +37,10 @@ DTYPES = (*EXACT, torch.bfloat16)
 
 
 def clustered(activation: str | None) -> list[cluster_gemm.Tile]:
-    """Tiles that compute plain products, or gates and ups, which are first lines."""
-    return list(CLUSTERED) if activation is None else [*WALKED, *(tile for tile in CLUSTERED if not tile.rows_first)]
+    """Tiles that compute plain products, gates and ups, which are first lines, or products through an activation."""
+    if activation in GATED_KINDS:
+        return [*WALKED, *(tile for tile in CLUSTERED if not tile.rows_first)]
+    return list(CLUSTERED) if activation is None else [*WALKED, *CLUSTERED]
 
 
 def heavy_tailed(*shape: int, dtype: torch.dtype, seed: int, device: str = "cpu") -> Tensor:
@@ -106,6 +109,8 @@ def check_fused(
                 for kind in ("silu", "gelu_tanh"):
                     gated = activation.gated_activation(normed, tanh=kind == "gelu_tanh")
                     pairs.append((skinny_gemm.normed_linear(x, scale, 1e-6, weight, bias, kind), gated))
+                squared = activation.squared_relu(normed)
+                pairs.append((skinny_gemm.normed_linear(x, scale, 1e-6, weight, bias, "relu2"), squared))
                 product = linear(x, weight, bias, torch.empty_like(residual))
                 total = (product.float() + residual.float()).to(dtype)
                 pairs.append((skinny_gemm.linear_add(x, weight, bias, residual), total))

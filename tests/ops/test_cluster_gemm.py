@@ -284,7 +284,8 @@ def _compiler() -> object:
 @pytest.mark.parametrize("tile", (*CLUSTERED, *WALKED), ids=str)
 def test_every_kind_of_tile_compiles(tile: Tile) -> None:
     _compiler()
-    for kind in (cluster_gemm._Kind(BF16, None), cluster_gemm._Kind(torch.float16, "gelu_tanh")):
+    kinds = ((BF16, None), (torch.float16, "gelu_tanh"), (BF16, "relu2"))
+    for kind in (cluster_gemm._Kind(*each) for each in kinds):
         if tile in clustered(kind.activation):
             assert nvrtc.compile_cubin(kind.source(tile), kind.macros(tile), "sm_90a")[:4] == b"\x7fELF"
 
@@ -300,6 +301,7 @@ def test_every_kind_of_tile_compiles(tile: Tile) -> None:
         (4096, 4096, None),
         (24576, 4096, "silu"),
         (4096, 12288, None),
+        (21504, 4096, "relu2"),
     ],
 )
 def test_what_known_models_need_keeps_its_sums_in_registers(n: int, k: int, activation: str | None) -> None:

@@ -162,38 +162,38 @@ def test_rotated_queries_are_multiplied_in_the_order_of_others(compiled: list[An
     assert "kWidth = 4" not in compiled[0].asm["ttgir"] and "tt.join" not in compiled[0].asm["ttir"]
 
 
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", [None, "silu", "relu2"])
 @pytest.mark.parametrize(("n", "k"), [(6144, 1024), (24576, 4096)])
-def test_one_row_normed(compiled: list[Any], n: int, k: int, gated: bool) -> None:
-    out = torch.zeros(1, n // (1 + gated), dtype=BF16)
+def test_one_row_normed(compiled: list[Any], n: int, k: int, activation: str | None) -> None:
+    out = torch.zeros(1, n // (1 + (activation == "silu")), dtype=BF16)
     gemv.product(
         torch.zeros(1, k, dtype=BF16),
         torch.zeros(n, k, dtype=BF16),
         out,
         norm=torch.ones(k),
         eps=1e-6,
-        residual=None,
-        gated=gated,
+        activation=activation,
     )
 
 
 @pytest.mark.parametrize(("n", "k"), [(1024, 3072), (4096, 12288)])
 def test_one_row_added(compiled: list[Any], n: int, k: int) -> None:
     x, residual = torch.zeros(1, k, dtype=BF16), torch.zeros(1, n, dtype=BF16)
-    gemv.product(
-        x, torch.zeros(n, k, dtype=BF16), torch.zeros_like(residual), norm=None, eps=0.0, residual=residual, gated=False
-    )
+    gemv.product(x, torch.zeros(n, k, dtype=BF16), torch.zeros_like(residual), residual=residual)
 
 
 @pytest.mark.parametrize("num_rows", [2, 8])
 @pytest.mark.parametrize(
     ("n", "k", "activation", "normed"),
-    [(6144, 1024, "silu", True), (4096, 1024, None, True), (1024, 3072, None, False)],
+    [(6144, 1024, "silu", True), (6144, 1024, "relu2", True), (4096, 1024, None, True), (1024, 3072, None, False)],
 )
 def test_few_rows_by_held_weights(
     compiled: list[Any], n: int, k: int, activation: str | None, normed: bool, num_rows: int
 ) -> None:
-    x, out = torch.zeros(num_rows, k, dtype=BF16), torch.zeros(num_rows, n // 2 if activation else n, dtype=BF16)
+    x, out = (
+        torch.zeros(num_rows, k, dtype=BF16),
+        torch.zeros(num_rows, n // 2 if activation == "silu" else n, dtype=BF16),
+    )
     held_gemm.product(
         x,
         torch.zeros(n, k, dtype=BF16),
@@ -209,11 +209,11 @@ def test_few_rows_by_held_weights(
 def test_one_row_alone(compiled: list[Any], n: int, k: int) -> None:
     """As a drafter's first product, whose row is two halves that are normed apart; and Nemotron-H's last of an MLP."""
     x, out = torch.zeros(1, k, dtype=BF16), torch.zeros(1, n, dtype=BF16)
-    gemv.product(x, torch.zeros(n, k, dtype=BF16), out, norm=None, eps=0.0, residual=None, gated=False)
+    gemv.product(x, torch.zeros(n, k, dtype=BF16), out)
 
 
 @pytest.mark.parametrize("k", [1024, 4096])
 def test_one_row_of_a_drafters_head(compiled: list[Any], k: int) -> None:
     """Of 32,000 tokens, in float32: its programs stream, however short a row is."""
     x, weight, out = torch.zeros(1, k, dtype=BF16), torch.zeros(32000, k, dtype=BF16), torch.zeros(1, 32000)
-    gemv.product(x, weight, out, norm=torch.ones(k), eps=1e-6, residual=None, gated=False)
+    gemv.product(x, weight, out, norm=torch.ones(k), eps=1e-6)

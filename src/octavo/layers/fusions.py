@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from octavo.attention.base import AttentionBackend, ForwardContext, FusedRopeBackend
 from octavo.layers.attention import Attention
 from octavo.layers.chain import Chain, Line, learn
+from octavo.layers.linear import Linear
+from octavo.layers.mlp import UngatedMlp
 from octavo.layers.norm import RMSNorm
 from octavo.layers.standard import Standard, Tail, standard_form, tail_form
 from octavo.ops.decoder import (
@@ -31,7 +33,11 @@ from octavo.ops.decoder import (
     pre_attention,
     project,
 )
+from octavo.ops.gemm.fused import activated_linear, linear_add_at_once, normed_linear
 from octavo.states.base import LayerStates
+
+_OF_EACH_TOKEN = frozenset({"norm", "linear", "mlp", "ungated_mlp", "add"})  # lines that look at no other token
+_END = "end"  # of a layer whose last sum is left to the next norm, in a pattern
 
 State: TypeAlias = tuple[Tensor, Tensor | None]
 Operator: TypeAlias = Callable[[Tensor, Tensor | None, ForwardContext], State]
@@ -84,6 +90,11 @@ class LayerLines:
         return self.tail.mixer.operands(self.tail_operands, states)
 
     @property
+    def mixes_no_tokens(self) -> bool:
+        """Whether each token's result is its own: nobody needs those of tokens that are not asked for."""
+        return self.chain is not None and _OF_EACH_TOKEN.issuperset(self.chain.kinds)
+
+    @property
     def kinds(self) -> tuple[object, ...]:
         """Of the lines and of what computes them: layers of equal ones run alike, but for their weights."""
         return tuple((line.kind, type(line.owner)) for line in self.lines)
@@ -100,7 +111,7 @@ class LayerLines:
 class Fusion:
     """A row of the table: lines behind each other, the layers and steps that it is for, and what runs the lines."""
 
-    pattern: str
+    pattern: str  # `end`: the layer's, whose sum is the next norm's
     applies: Callable[[LayerLines, type[AttentionBackend], BatchClass], bool]
     name: str  # of the operator, for people
     make: Callable[[LayerLines, Sequence[Line]], Operator]
@@ -167,6 +178,47 @@ def _add_norm(_: LayerLines, lines: Sequence[Line]) -> Operator:
 
     def run(x: Tensor, residual: Tensor | None, context: ForwardContext) -> State:
         return (norm.forward(x), x) if residual is None else norm.add(x, residual)
+
+    return run
+
+
+def _norm_linear(_: LayerLines, lines: Sequence[Line]) -> Operator:
+    norm: RMSNorm = lines[1].owner
+    product: Linear = lines[2].owner
+
+    def run(x: Tensor, residual: Tensor | None, context: ForwardContext) -> State:
+        if residual is None:
+            return normed_linear(x, norm.weight, norm.eps, product.packed, product.bias), x
+        normed, total = norm.add(x, residual)
+        return product.forward(normed), total
+
+    return run
+
+
+def _norm_mlp(_: LayerLines, lines: Sequence[Line]) -> Operator:
+    norm: RMSNorm = lines[1].owner
+    mlp: UngatedMlp = lines[2].owner
+
+    def run(x: Tensor, residual: Tensor | None, context: ForwardContext) -> State:
+        up, down = mlp.up.packed, mlp.down.packed
+        if residual is None:
+            total, inner = x, normed_linear(x, norm.weight, norm.eps, up, activation=mlp.activation)
+        else:
+            normed, total = norm.add(x, residual)
+            inner = activated_linear(normed, up, mlp.activation)
+        whole = linear_add_at_once(inner, down, None, total)
+        return (mlp.down.forward(inner), total) if whole is None else (whole, None)
+
+    return run
+
+
+def _linear_add(_: LayerLines, lines: Sequence[Line]) -> Operator:
+    product: Linear = lines[0].owner
+
+    def run(x: Tensor, residual: Tensor | None, context: ForwardContext) -> State:
+        assert residual is not None, "the stream is beside what the product takes"
+        whole = linear_add_at_once(x, product.packed, product.bias, residual)
+        return (product.forward(x), residual) if whole is None else (whole, None)
 
     return run
 
@@ -254,6 +306,20 @@ def _without_mlp(layer: LayerLines, backend: type[AttentionBackend], batch: Batc
     return end is not None and end.mlp is None
 
 
+def _is_plain(owner: object) -> bool:
+    """Whether a line is what operators of its owner's weights compute."""
+    if isinstance(owner, UngatedMlp):
+        return _is_plain(owner.up) and _is_plain(owner.down)
+    if isinstance(owner, Linear):
+        return owner.called_as == "linear" and owner.out_dtype is None
+    return isinstance(owner, RMSNorm) and type(owner).add is RMSNorm.add
+
+
+def _plain(layer: LayerLines, backend: type[AttentionBackend], batch: BatchClass) -> bool:
+    known = ("norm", "linear", "ungated_mlp")
+    return all(_is_plain(line.owner) for line in layer.lines if line.kind in known)
+
+
 def _standard_narrowed(layer: LayerLines, backend: type[AttentionBackend], batch: BatchClass) -> bool:
     return layer.standard is not None and batch.is_narrowed
 
@@ -272,6 +338,9 @@ FUSIONS = (
     Fusion("linear add norm mlp", _dense, "post_attention", _post_attention),
     Fusion("linear norm add norm mlp norm", _dense, "post_attention", _post_attention),
     Fusion("linear add norm", _without_mlp, "post_attention", _post_attention),
+    Fusion("add norm linear", _plain, "normed_linear", _norm_linear),
+    Fusion("add norm ungated_mlp", _plain, "normed_mlp", _norm_mlp),
+    Fusion(f"linear {_END}", _plain, "linear_add", _linear_add),
     Fusion("add norm", _always, "add_rms_norm", _add_norm),
 )
 
@@ -282,10 +351,10 @@ def match(
     """A layer's lines in the parts that one operator each runs. A line without a fusion runs by itself."""
     lines, found = layer.lines, list[tuple[Fusion | None, Sequence[Line]]]()
     while lines:
-        kinds = " ".join(line.kind for line in lines) + " "
+        kinds = " ".join(line.kind for line in lines) + (f" {_END} " if layer.begins_with_norm else " ")
         fits = (row for row in FUSIONS if kinds.startswith(row.pattern + " ") and row.applies(layer, backend, batch))
         fusion = next(fits, None)
-        count = 1 if fusion is None else len(fusion.pattern.split())
+        count = 1 if fusion is None else len(fusion.pattern.removesuffix(f" {_END}").split())
         found.append((fusion, lines[:count]))
         lines = lines[count:]
     return found
@@ -293,7 +362,8 @@ def match(
 
 def _runs_as_written(layer: LayerLines, batch: BatchClass) -> bool:
     """Whether there are no lines, or none at which a narrowed step would leave tokens behind."""
-    return layer.chain is None or (batch.is_narrowed and "attend" not in layer.chain.kinds)
+    narrows = layer.mixes_no_tokens or (layer.chain is not None and "attend" in layer.chain.kinds)
+    return layer.chain is None or (batch.is_narrowed and not narrows)
 
 
 def resolve(
@@ -306,8 +376,8 @@ def resolve(
     if _runs_as_written(layer, batch):
         return (*operators, _as_written(layer, batch))
     if batch.is_narrowed:
-        operators.append(_prepare_for_few(layer))
-    is_narrowed = not batch.is_narrowed  # by now, or for good
+        operators.append(_narrow if layer.mixes_no_tokens else _prepare_for_few(layer))
+    is_narrowed = not batch.is_narrowed or layer.mixes_no_tokens  # by now, or for good
     alone: list[Line] = []
     for row, lines in match(layer, backend, batch):
         narrows_here = not is_narrowed and lines[0].kind == "attend"

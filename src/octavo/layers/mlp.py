@@ -11,7 +11,7 @@ import torch
 from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.ops.activation import activate, gated_activation
-from octavo.ops.gemm.fused import gated_linear
+from octavo.ops.gemm.fused import activated_linear
 
 
 class Mlp(Layer):
@@ -31,12 +31,14 @@ class Mlp(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
         if self.gate_up.bias is None:
-            return self.down.forward(gated_linear(x, self.gate_up.packed, self.activation))
+            return self.down.forward(activated_linear(x, self.gate_up.packed, self.activation))
         return self.down.forward(gated_activation(self.gate_up.forward(x), self.activation))
 
 
 class UngatedMlp(Layer):
     """down(activation(up(x))). `activation`: relu2."""
+
+    kind = "ungated_mlp"
 
     def __init__(self, size: int, inner_size: int, activation: str, dtype: torch.dtype, *, bias: bool = False) -> None:
         """As Mlp's; `bias`: on both."""
@@ -44,9 +46,13 @@ class UngatedMlp(Layer):
         self.up = Linear(size, inner_size, dtype, bias=bias)
         self.down = Linear(inner_size, size, dtype, bias=bias)
         self.activation = activation
+        if bias:
+            self.kind = "own"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
+        if self.up.bias is None:
+            return self.down.forward(activated_linear(x, self.up.packed, self.activation))
         return self.down.forward(activate(self.up.forward(x), self.activation))
 
 

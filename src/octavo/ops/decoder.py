@@ -22,7 +22,7 @@ from octavo.ops.activation import GATED_KINDS
 from octavo.ops.attention import paged_attention
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.gemm import LinearWeight, linear
-from octavo.ops.gemm.fused import gated_linear, linear_add_at_once, normed_linear
+from octavo.ops.gemm.fused import activated_linear, linear_add_at_once, normed_linear
 from octavo.ops.inputs.tensors import LogitTokens
 from octavo.ops.norm import add_rms_norm, rms_norm
 from octavo.ops.rope import Rotation, qk_norm_rope_store
@@ -361,7 +361,7 @@ def leave_attention_composed(layer: PostOperands, attended: Tensor, residual: Te
     if normed is None:
         gated = normed_linear(total, layer.mlp_norm, layer.eps, layer.gate_up, activation=layer.activation)
     else:
-        gated = gated_linear(normed, layer.gate_up, layer.activation)
+        gated = activated_linear(normed, layer.gate_up, layer.activation)
     if layer.mlp_out_norm is not None:
         return rms_norm(linear(gated, layer.down), layer.mlp_out_norm, layer.eps), total
     whole = linear_add_at_once(gated, layer.down, None, total)

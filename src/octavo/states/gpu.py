@@ -6,6 +6,7 @@ device, so graphs may hold it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -40,9 +41,10 @@ _MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING:
 # Of Mamba-2's prompts: chunks that are on their way or used; types whose chunks are walked, for float32 would spill.
 _WALK_STAGES, _WALKED = 2, (torch.bfloat16, torch.float16)
 _WALK_REGISTERS: int | None = None
-# Of Mamba-2 where rows decode: heads of a program at most, programs that keep a GPU busy, heads whose states are on
-# their way or used, registers of a thread (three programs of four warps a processor).
-_DECODE_HEADS, _DECODE_PROGRAMS, _DECODE_STAGES, _DECODE_REGISTERS = 8, 1024, 2, 168
+# Of Mamba-2 where rows decode: heads below which each has a program, programs that run at once (three of four warps a
+# processor), what one costs beside its heads, in heads; heads whose states are on their way or used, registers of a thread.
+_DECODE_PROGRAMS, _DECODE_ROOM, _DECODE_TURN = 2048, 396, 1
+_DECODE_STAGES, _DECODE_REGISTERS = 2, 168
 _DELTA_TILES = {
     "decode": (64, 4),
     "short": (64, 8),
@@ -262,7 +264,7 @@ class GpuStates:
         tiles, num_rows = -(-size // wide), len(step.rows)
         is_whole = not told.forms[0][5] % states and all(form[4] == 1 for form in told.forms[1:])
         if step.max_query_len == 1 and is_whole:  # a head's state in one line, and what a token brings
-            programs = scan.num_heads // _heads_of(scan, num_rows) * tiles
+            programs = _programs_of(scan.num_heads, num_rows) * tiles
             one = programs == scan.num_heads * tiles
             stages, most = (_DECODE_STAGES, _DECODE_REGISTERS) if xbc.dtype is not torch.float32 else (1, None)
             mamba2_decode[programs, num_rows](
@@ -404,10 +406,17 @@ def _mamba2_shape(own: LayerStates, scan: Mamba2Operands, told: _Told, x: Tensor
     }
 
 
-def _heads_of(scan: Mamba2Operands, num_rows: int) -> int:
-    """How many heads of a group a program decodes: as many as leave enough programs, and divide the group evenly."""
-    most = max(1, min(_DECODE_HEADS, num_rows * scan.num_heads // _DECODE_PROGRAMS))
-    return next(n for n in range(most, 0, -1) if (scan.num_heads // scan.num_groups) % n == 0)
+@functools.lru_cache(maxsize=4096)
+def _programs_of(num_heads: int, num_rows: int) -> int:
+    """How many programs share the heads of a row that decodes: as many as are done first, in whole waves."""
+    if num_rows * num_heads < _DECODE_PROGRAMS:
+        return num_heads
+
+    def cost(programs: int) -> int:
+        waves = -(-num_rows * programs // _DECODE_ROOM)
+        return waves * (-(-num_heads // programs) + _DECODE_TURN)
+
+    return min(range(num_heads, 0, -1), key=cost)
 
 
 def _kind_of(max_query_len: int) -> str:

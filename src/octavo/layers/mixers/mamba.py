@@ -11,6 +11,7 @@ import torch
 
 from octavo.checkpoint.arch import Mamba
 from octavo.layers.base import Layer
+from octavo.layers.chain import line
 from octavo.layers.linear import Linear
 from octavo.layers.recurrent import Mamba2Scan, ShortConvolution, state_spec
 from octavo.ops.activation import gated_by
@@ -72,6 +73,11 @@ class Mamba2(Layer):
         projected = self.project.forward(x if self.facts.in_scale == 1.0 else x * self.facts.in_scale)
         if self.scales is not None:
             projected = (projected * self.scales).to(x.dtype)
+        return self.mix(projected)
+
+    @line("own")
+    def mix(self, projected: torch.Tensor) -> torch.Tensor:
+        """What the product `project` gives, scaled if it is to be -> [tokens, inner size]: lines of their own."""
         z, xbc, dt = projected.split(self.parts, 1)
         found = self.scan.mix(self.conv.mix(xbc), dt)
         if self.norm is None:

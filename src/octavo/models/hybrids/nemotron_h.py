@@ -59,7 +59,8 @@ class NemotronMambaLayer(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, size] -> the same shape."""
-        mixed = self.mamba(self.norm(x))
+        projected = self.mamba.project(self.norm(x))
+        mixed = self.mamba.mix(projected)
         return x + self.mamba.out(mixed)
 
 

@@ -17,6 +17,7 @@ _P, _I = native.PTR, native.I64
 native.declare("octavo_gated_activation", [_P, _I, _P, _I, _I, native.I32, native.I32])
 native.declare("octavo_gated_product", [_P, _I, _P, _I, _P, _I, _I, native.I32, native.I32])
 
+SQUARED_RELU = "relu2"  # of an MLP that has no gates
 # Names of gated activations -> their number in the C ABI.
 GATED_KINDS = {"silu": 0, "gelu_tanh": 1}
 _GATES = {**GATED_KINDS, "sigmoid": 2}
@@ -86,7 +87,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def activate(x: Tensor, kind: str) -> Tensor:
     """What stands between an MLP's products: `gated_activation`, or for "relu2" the square of max(x, 0), [T, I]."""
-    if kind != "relu2":
+    if kind != SQUARED_RELU:
         return gated_activation(x, kind)
     if x.is_cuda:
         from octavo.ops.activation import gpu

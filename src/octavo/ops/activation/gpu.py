@@ -63,14 +63,21 @@ def _gated_by(
     tl.store(out + row * SIZE + channel, gate_value(weight, value, KIND).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def squared_value(value):
+    """The square of max(value, 0) of float32 values, not rounded."""
+    positive = tl.maximum(value, 0.0)
+    return positive * positive
+
+
 @launched(triton.jit)
 def _squared_relu(x, out, x_row, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     begin_after(PDL)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < SIZE
-    value = tl.maximum(tl.load(x + row * x_row + channel, mask=inside, other=0.0).to(tl.float32), 0.0)
-    tl.store(out + row * SIZE + channel, (value * value).to(out.dtype.element_ty), mask=inside)
+    value = squared_value(tl.load(x + row * x_row + channel, mask=inside, other=0.0).to(tl.float32))
+    tl.store(out + row * SIZE + channel, value.to(out.dtype.element_ty), mask=inside)
 
 
 def gated_by(x: Tensor, gate: Tensor, kind: str) -> Tensor:

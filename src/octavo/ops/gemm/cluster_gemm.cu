@@ -78,7 +78,7 @@ __device__ inline u32 sum(u32 a, u32 b) {
     return both;
 }
 
-// The group's results to out, 8 channels a thread at a time, with what is added to them, if anything is.
+// The group's results to out, 8 channels a thread at a time, with what is added to them, if anything is, or squared.
 __device__ inline void write(
     u32 room, unsigned short* out, u64 stride, const Corner& corner, bool adds, const Chunk (&before)[TURNS]) {
     Chunk results[TURNS];
@@ -93,6 +93,11 @@ __device__ inline void write(
         for (u32 turn = 0; turn < TURNS; ++turn)
             for (u32 pair = 0; pair < 4; ++pair)
                 results[turn].pairs[pair] = sum(results[turn].pairs[pair], before[turn].pairs[pair]);
+    }
+    if (SQUARED) {
+#pragma unroll
+        for (u32 turn = 0; turn < TURNS; ++turn)
+            for (u32 pair = 0; pair < 4; ++pair) results[turn].pairs[pair] = squared(results[turn].pairs[pair]);
     }
 #pragma unroll
     for (u32 turn = 0; turn < TURNS; ++turn)
@@ -137,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1) product(
     int row = ROWS_FIRST ? first_line : at.second_line, line = ROWS_FIRST ? at.second_line : first_line;
     int end = min(rows, (ROWS_FIRST ? at.first_line : at.second_line) + tile_rows);
     Corner corner{row, end, GATED ? line / 2 : line, channels};
-    bool adds = !GATED && residual != nullptr;
+    bool adds = !GATED && !SQUARED && residual != nullptr;
     Chunk before[TURNS];
     if (HELD && adds) fetch(before, residual, residual_stride, corner);
     Sums sums;

@@ -1,10 +1,10 @@
-"""Products of a few to hundreds of rows on Hopper GPUs, with what is added; gates and ups with their activation.
+"""Products of a few to hundreds of rows on Hopper GPUs, with what is added; products with their activation.
 
 Owns the choice of a tile, which calls have one, the kernels' compilation and launch; `cluster_gemm.cu` does the
 work, and `gated_gemm.cu` that of more rows. They are CUDA C++ and not Triton because blocks of a cluster share what
 they read, and because tiles are as wide as the rows: Triton 3.6 has no such copies and knows powers of two only. Does
 not know layers. Invariant: the bits are those of `matmul.linear`'s canonical order, rounded, then of an addition or
-`activation.gated_activation`, rounded again, whatever tile is chosen; a kernel that gives others, or cannot be had, is
+`activation.activate`, rounded again, whatever tile is chosen; a kernel that gives others, or cannot be had, is
 told once and never used.
 """
 
@@ -22,7 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
-from octavo.ops.activation import GATED_KINDS, gated_activation
+from octavo.ops.activation import GATED_KINDS, SQUARED_RELU, activate
 from octavo.ops.compile import disk_cache, driver, nvrtc, side_by_side, validation_cache
 from octavo.ops.gemm import gemm_pipeline
 from octavo.ops.gemm import gpu as matmul
@@ -55,14 +55,25 @@ class _Kind:
     """What a kernel computes, beside its tile."""
 
     dtype: torch.dtype
-    activation: str | None  # of gates, or a plain product
+    activation: str | None  # of gates, or of all; or a plain product
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the weight is gates and their ups."""
+        return self.activation in GATED_KINDS
 
     def macros(self, tile: Tile) -> dict[str, int | str]:
         """The kernel's."""
         return gemm_pipeline.macros(tile, self.dtype) | {
-            "GATED": int(self.activation is not None),
-            "TANH": 0 if self.activation is None else GATED_KINDS[self.activation],
+            "GATED": int(self.is_gated),
+            "TANH": GATED_KINDS.get(self.activation or "", 0),
+            "SQUARED": int(self.activation == SQUARED_RELU),
         }
+
+    def tile_for(self, num_rows: int, n: int, k: int) -> Tile | None:
+        """See the function. An activation without gates has a plain product's tile, or else one of gates and ups."""
+        tile = tile_for(num_rows, n, k, self.is_gated)
+        return tile_for(num_rows, n, k, gated=True) if tile is None and self.activation is not None else tile
 
     def source(self, tile: Tile) -> str:
         """The kernel's."""
@@ -164,7 +175,7 @@ def serves(
                 return False
     if steps % ALIGNED or x.stride(1) != 1 or not weight.is_contiguous():
         return False
-    tile = tile_for(num_rows, n, k, activation is not None)
+    tile = weights[0].tile_for(num_rows, n, k)
     return tile is not None and _is_loaded(tile, weights)
 
 
@@ -180,7 +191,7 @@ def load_for(num_rows: int) -> None:
     """
     for weights in list(_met):
         kind, _, n, k = weights
-        tile = tile_for(num_rows, n, k, kind.activation is not None)
+        tile = kind.tile_for(num_rows, n, k)
         if tile is not None:
             _is_loaded(tile, weights)
 
@@ -228,10 +239,9 @@ def _load(tile: Tile, kind: _Kind, device: torch.device, code: bytes) -> None:
 
 def _tiles(kind: _Kind, n: int, k: int) -> list[Tile]:
     """All that the rule chooses for a weight's shape."""
-    is_gated = kind.activation is not None
     rows = range(_round_up(MIN_ROWS), MAX_ROWS + 1, 16)
-    found = (tile_for(num_rows, n, k, is_gated) for num_rows in rows)
-    walked = WALKED if is_gated and _may_walk(n, k) else ()
+    found = (kind.tile_for(num_rows, n, k) for num_rows in rows)
+    walked = WALKED if kind.activation is not None and _may_walk(n, k) else ()
     return [*walked, *dict.fromkeys(tile for tile in found if tile is not None)]  # the longest to compile first
 
 
@@ -290,9 +300,9 @@ def _expected(kind: _Kind, device: torch.device) -> Tensor:
 
 
 def _make_expected(plain: Tensor, kind: _Kind) -> Tensor:
-    """What kernels make of the example: its product and that plus its own last rows first, or the gates' activation."""
+    """What kernels make of the example: its product and that plus its own last rows first, or the activation."""
     if kind.activation is not None:
-        return gated_activation(plain, kind.activation)[None]
+        return activate(plain, kind.activation)[None]
     return torch.stack((plain, (plain.float() + plain.flip(0).float()).to(plain.dtype)))
 
 
@@ -304,14 +314,14 @@ def product(
     tile: Tile | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """x [M, K] by weight [N, K], transposed, into out [M, N]; [M, N / 2] with an activation. tile: not the rule's.
+    """x [M, K] by weight [N, K], transposed, into out [M, N]; [M, N / 2] of gates and ups. tile: not the rule's.
 
     residual [M, N]: added to the rounded product, which is rounded again.
     """
     (num_rows, k), n = x.shape, weight.shape[0]
     kind = _Kind(x.dtype, activation)
     if tile is None:
-        tile = tile_for(num_rows, n, k, activation is not None)
+        tile = kind.tile_for(num_rows, n, k)
         assert tile is not None, "ask `serves` first"
     elif (tile, kind, x.device.index) not in _functions:
         _load(tile, kind, x.device, compile_tile(tile, kind))
@@ -341,7 +351,7 @@ def _launch(
     row_box = row_box * tile_rows // tile.rows
     element = ELEMENTS[x.dtype]
     rows = describe(x.data_ptr(), element, (k, num_rows), (2 * x.stride(0),), (DEPTH, row_box))
-    if kind.activation is None:
+    if not kind.is_gated:
         channels = describe(weight.data_ptr(), element, (k, n), (2 * k,), (DEPTH, channel_box))
     else:  # 8 gates beside their ups
         channels = describe(
@@ -353,8 +363,9 @@ def _launch(
     sides = (rows, channels) if tile.rows_first else (channels, rows)
     params: _Params | _WalkedParams
     if tile.band:
-        box = LINES // 2, tile.rows  # of a group's results
-        results = describe(out.data_ptr(), element, out.shape[::-1], (2 * out.stride(0),), box, swizzle=LINES)
+        # of a group's results: its channels of all rows, or twice as many channels of half of the rows at a time
+        box, swizzle = ((LINES // 2, tile.rows), 64) if kind.is_gated else ((LINES, tile.rows // 2), 128)
+        results = describe(out.data_ptr(), element, out.shape[::-1], (2 * out.stride(0),), box, swizzle=swizzle)
         params, blocks = _WalkedParams(*sides, results, k // DEPTH, *clusters), min(blocks, processors // size * size)
     else:
         added = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))

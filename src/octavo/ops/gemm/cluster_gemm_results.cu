@@ -1,5 +1,6 @@
 // What becomes of a product's sums, put behind the ring's text: each is rounded once. GATED: what is written is the
-// gates' activation (TANH: gelu's, else silu) times the ups. Set too: HALF (float16, not bfloat16).
+// gates' activation (TANH: gelu's, else silu) times the ups; SQUARED: the squares of those above 0, else 0. Set too:
+// HALF (float16, not bfloat16).
 
 __device__ inline u32 pack(float low, float high) {
     u32 both;
@@ -35,6 +36,12 @@ __device__ inline float activated(float gate, float up) {
     asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(exponent, 1.4426950408889634f)));
     asm("div.full.f32 %0, %1, %2;" : "=f"(ratio) : "f"(gate), "f"(__fadd_rn(power, 1.0f)));
     return __fmul_rn(ratio, up);
+}
+
+// The square of max(value, 0) of a pair of rounded results, rounded.
+__device__ inline u32 squared(u32 both) {
+    float a = fmaxf(low(both), 0.0f), b = fmaxf(high(both), 0.0f);
+    return pack(__fmul_rn(a, a), __fmul_rn(b, b));
 }
 
 // Four matrices of 8 by 8, each turned or not, to the lines that the lanes name.

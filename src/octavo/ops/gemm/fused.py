@@ -12,7 +12,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from octavo.ops.activation import gated_activation
+from octavo.ops.activation import GATED_KINDS, activate
 from octavo.ops.gemm import LinearWeight, linear
 from octavo.ops.norm import rms_norm
 from octavo.ops.sampling import draw
@@ -35,14 +35,15 @@ def runs_fused(
     return skinny_gemm.serves(x, weight.storage, bias, activation, normed=normed, out_dtype=out_dtype)
 
 
-def gated_linear(x: Tensor, weight: LinearWeight, activation: str) -> Tensor:
-    """`gated_activation` of `linear` of x [T, K] by a weight of gates and then their ups."""
+def activated_linear(x: Tensor, weight: LinearWeight, activation: str) -> Tensor:
+    """`activate` of `linear` of x [T, K]; the weight of a gated activation is gates and then their ups."""
     if x.is_cuda:
         from octavo.ops.gemm import cluster_gemm  # needs triton
 
         if cluster_gemm.serves(x, weight.storage, None, activation):
-            return cluster_gemm.product(x, weight.storage, x.new_empty(x.shape[0], weight.n // 2), activation)
-    return gated_activation(linear(x, weight), activation)
+            width = weight.n // 2 if activation in GATED_KINDS else weight.n
+            return cluster_gemm.product(x, weight.storage, x.new_empty(x.shape[0], width), activation)
+    return activate(linear(x, weight), activation)
 
 
 def fused_sampling_rows(weight: LinearWeight) -> Collection[int]:
@@ -87,16 +88,16 @@ def normed_logits(x: Tensor, norm: Tensor, eps: float, weight: LinearWeight) -> 
 def normed_linear(
     x: Tensor, norm: Tensor, eps: float, weight: LinearWeight, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
-    """`linear` of the `rms_norm` of x [T, K] with norm [K], and its `gated_activation` if one is named."""
+    """`linear` of the `rms_norm` of x [T, K] with norm [K], and what `activate` makes of it if a kind is named."""
     if runs_fused(x, weight, bias, activation, normed=True):
         from octavo.ops.gemm import skinny_gemm  # needs triton
 
         return skinny_gemm.normed_linear(x, norm, eps, weight.storage, bias, activation)
     normed = rms_norm(x, norm, eps)
     if activation is not None and bias is None:
-        return gated_linear(normed, weight, activation)
+        return activated_linear(normed, weight, activation)
     y = linear(normed, weight, bias)
-    return y if activation is None else gated_activation(y, activation)
+    return y if activation is None else activate(y, activation)
 
 
 def linear_add(x: Tensor, weight: LinearWeight, bias: Tensor | None, residual: Tensor) -> Tensor:

@@ -1,14 +1,17 @@
-// Gates and ups of many rows with their activation on Hopper: a kernel of octavo.ops.gemm.cluster_gemm, behind the
-// texts of the ring and of the results, for weights as first lines, in one part.
+// Products of many rows with their activation on Hopper, of gates and ups or SQUARED: a kernel of
+// octavo.ops.gemm.cluster_gemm, behind the texts of the ring and of the results, for weights as first lines, in one part.
 //
 // As many clusters as the processors hold walk over the tiles of out, transposed, in bands of BAND tiles of rows, so
 // that what neighbours read stays in the L2. A tile's sums are rounded and held; their activation and their way to
 // memory, by the copy engine, are between the first steps of the next tile, while the matrix unit works.
 
 constexpr u32 SLICES = WIDTH / 32;               // of a tile's rows, one between two steps
-constexpr u32 LINE_BYTES = 64;                   // of a row of a group's results, 32 channels
-constexpr u32 ROOM_BYTES = WIDTH * LINE_BYTES;   // of a group's results, behind the ring
-static_assert(GATED && PARTS == 1 && WIDTH % 32 == 0, "sums are held as pairs of gates and pairs of their ups");
+constexpr u32 LINE_CHANNELS = GATED ? 32 : 64;   // of a row of a group's results
+constexpr u32 LINE_BYTES = 2 * LINE_CHANNELS;    // as wide as the copy engine's swizzle
+constexpr u32 ROOM_SLICES = GATED ? SLICES : SLICES / 2;  // of a group's results, that have room behind the ring at once
+constexpr u32 ROOM_BYTES = ROOM_SLICES * 32 * LINE_BYTES;
+static_assert(GATED != SQUARED && PARTS == 1, "sums are held as pairs of a warp's lower 8 lines and of its upper ones");
+static_assert(WIDTH % 64 == 0 && ROOM_BYTES % 1024 == 0, "rooms are whole, and begin where a swizzle does");
 
 // The tiles of a cluster.
 struct Tiles {
@@ -52,31 +55,43 @@ struct Writer {
     // A slice to the room, once the room is read; the room to memory, once it is full.
     __device__ void take(const Held& held, u32 slice, const Place& at) const {
         bool is_first = threadIdx.x % 128 == 0;
-        if (slice == 0) {
+        u32 place = slice % ROOM_SLICES;
+        if (place == 0) {
             if (is_first) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
             meet();
         }
-        lay(held + 8 * slice, slice * 32);
-        if (slice < SLICES - 1) return;
+        lay(held + 8 * slice, place * 32);
+        if (place < ROOM_SLICES - 1) return;
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         meet();
         if (!is_first) return;
         asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
-                     :: "l"(out), "r"(at.first_line / 2 + (int)group * 32), "r"(at.second_line), "r"(room) : "memory");
+                     :: "l"(out), "r"(at.first_line / (GATED ? 2 : 1) + (int)(group * LINE_CHANNELS)),
+                        "r"(at.second_line + (int)((slice - place) * 32)), "r"(room) : "memory");
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
     }
 
-    // A warp's 8 channels of 32 rows, from `row` on in the room, swizzled as the copy engine wants them.
+    // A warp's 8 or 16 channels of 32 rows, from `row` on in the room, swizzled as the copy engine wants them.
     __device__ void lay(const u32* pairs, u32 row) const {
-        u32 warp = threadIdx.x / 32 % 4, results[4];
+        u32 warp = threadIdx.x / 32 % 4, results[4], others[4];
 #pragma unroll
         for (u32 i = 0; i < 4; ++i) {
-            u32 gates = pairs[2 * i], ups = pairs[2 * i + 1];
-            results[i] = pack(activated(low(gates), low(ups)), activated(high(gates), high(ups)));
+            u32 lower = pairs[2 * i], upper = pairs[2 * i + 1];
+            if (GATED) {
+                results[i] = pack(activated(low(lower), low(upper)), activated(high(lower), high(upper)));
+            } else {
+                results[i] = squared(lower);
+                others[i] = squared(upper);
+            }
         }
         row += threadIdx.x % 32;
-        u32 to = room + row * LINE_BYTES + (warp ^ row / 2 % 4) * 16;
-        store_four<true>(to, results[0], results[1], results[2], results[3]);
+        u32 line = room + row * LINE_BYTES;
+        if (GATED) {
+            store_four<true>(line + (warp ^ row / 2 % 4) * 16, results[0], results[1], results[2], results[3]);
+        } else {
+            store_four<true>(line + (2 * warp ^ row % 8) * 16, results[0], results[1], results[2], results[3]);
+            store_four<true>(line + ((2 * warp + 1) ^ row % 8) * 16, others[0], others[1], others[2], others[3]);
+        }
     }
 };
 

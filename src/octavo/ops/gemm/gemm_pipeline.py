@@ -113,6 +113,7 @@ def macros(tile: Tile, dtype: torch.dtype) -> dict[str, int | str]:
         "ROWS_FIRST": int(tile.rows_first),
         "BAND": tile.band,
         "GATED": 0,
+        "SQUARED": 0,
         "HALF": int(dtype == torch.float16),
         "CONSUMER_REGISTERS": tile.registers,
     }

@@ -22,7 +22,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.runtime import driver
 
-from octavo.ops.activation.gpu import gated_value
+from octavo.ops.activation import GATED_KINDS, SQUARED_RELU
+from octavo.ops.activation.gpu import gated_value, squared_value
 from octavo.ops.compile.launch import chained, launched
 from octavo.ops.compile.row_sum import padded_length, row_sums
 
@@ -70,7 +71,7 @@ def _normed_by_four(x, k, scale, eps, K: gl.constexpr, LEVELS: gl.constexpr):
 def _product(
     x, norm, weight, residual, out, eps, N: gl.constexpr, K: gl.constexpr, PADDED: gl.constexpr, LEVELS: gl.constexpr,
     BN: gl.constexpr, WARPS: gl.constexpr, BK: gl.constexpr, PART: gl.constexpr,
-    NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
+    NORM: gl.constexpr, GATED: gl.constexpr, SQUARED: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """BN channels; if GATED, BN gates and their ups. Four warps norm the row, WARPS multiply."""
     if PDL:
@@ -128,6 +129,8 @@ def _product(
     total = total.to(dtype)
     if GATED:
         total = gated_value(total.to(gl.float32), up.to(dtype).to(gl.float32), False).to(dtype)
+    if SQUARED:
+        total = squared_value(total.to(gl.float32)).to(dtype)
     if ADD:
         total = (total.to(gl.float32) + before[:, None]).to(dtype)
     gl.store(out + channel[:, None] + column[None, :], total, mask=(column == 0)[None, :])
@@ -161,7 +164,7 @@ def _ask(
 def _streamed(
     x, norm, weight, residual, out, eps, N: gl.constexpr, K: gl.constexpr, PADDED: gl.constexpr, LEVELS: gl.constexpr,
     BN: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr,
-    NORM: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
+    NORM: gl.constexpr, GATED: gl.constexpr, SQUARED: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Every so many groups of BN channels; if GATED, of BN gates and their ups. STAGES: of the ring."""
     if PDL:
@@ -222,6 +225,8 @@ def _streamed(
         y = total.to(out.dtype.element_ty)
         if GATED:
             y = gated_value(y.to(gl.float32), up.to(dtype).to(gl.float32), False).to(dtype)
+        if SQUARED:
+            y = squared_value(y.to(gl.float32)).to(dtype)
         if ADD:
             y = (y.to(gl.float32) + before[:, None]).to(dtype)
         gl.store(out + (channel + group * stride)[:, None] + column[None, :], y, mask=(column == 0)[None, :])
@@ -266,19 +271,19 @@ def tile_for(n: int, k: int, normed: bool, gated: bool, processors: int, streams
 def serves(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, *, normed: bool, out_dtype: torch.dtype
 ) -> bool:
-    """Whether x [1, K] by weight [N, K] runs here: bfloat16, without a bias, silu or no activation.
+    """Whether x [1, K] by weight [N, K] runs here: bfloat16, without a bias; silu, squared ReLU or no activation.
 
     Results of another type are those of products that stream their weights, which have no activation.
     """
     plain = x.shape[0] == 1 and x.dtype == weight.dtype == torch.bfloat16
-    if not plain or bias is not None or activation not in (None, "silu") or not x.is_cuda:
+    if not plain or bias is not None or activation not in (None, "silu", SQUARED_RELU) or not x.is_cuda:
         return False
     if not has_room(x.device, 2 * _MAX_BYTES):
         return False
     processors, streams = _device(x.device.index)["multiprocessor_count"], out_dtype != x.dtype
     if streams and activation is not None:
         return False
-    if tile_for(*weight.shape, normed, activation is not None, processors, streams) is None:
+    if tile_for(*weight.shape, normed, activation in GATED_KINDS, processors, streams) is None:
         return False
     return x.data_ptr() % 16 == weight.data_ptr() % 16 == 0  # copies to shared memory are 16 bytes wide
 
@@ -294,10 +299,17 @@ def _device(index: int) -> dict[str, int]:
 
 
 def product(
-    x: Tensor, weight: Tensor, out: Tensor, *, norm: Tensor | None, eps: float, residual: Tensor | None, gated: bool
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    residual: Tensor | None = None,
+    activation: str | None = None,
 ) -> None:
-    """Into out [1, N]: the product of x, normed if there is a norm, through silu if gated, or plus the residual."""
-    n, k = weight.shape
+    """Into out [1, N]: the product of x, normed if there is a norm, through the activation, or plus the residual."""
+    (n, k), gated = weight.shape, activation in GATED_KINDS
     padded = padded_length(k)
     processors = _device(x.device.index)["multiprocessor_count"]
     tile = tile_for(n, k, norm is not None, gated, processors, out.dtype != x.dtype)
@@ -307,6 +319,7 @@ def product(
     kernel[(tile.programs,)](
         x, out if norm is None else norm, weight, x if residual is None else residual, out, eps, N=n, K=k,
         PADDED=padded, LEVELS=padded.bit_length() - 1, BN=tile.channels, WARPS=tile.warps, PART=tile.part,
-        NORM=norm is not None, GATED=gated, ADD=residual is not None, num_warps=warps, enable_fp_fusion=False,
+        NORM=norm is not None, GATED=gated, SQUARED=activation == SQUARED_RELU, ADD=residual is not None,
+        num_warps=warps, enable_fp_fusion=False,
         **more, **chained(x.device),
     )  # fmt: skip

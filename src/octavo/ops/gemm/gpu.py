@@ -118,7 +118,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Ti
             from octavo.ops.gemm import gemv
 
             if gemv.serves(x, weight, bias, None, normed=False, out_dtype=out.dtype):
-                gemv.product(x, weight, out, norm=None, eps=0.0, residual=None, gated=False)
+                gemv.product(x, weight, out)
                 return out
         tile = tile_for(num_rows, n, k, x.dtype)
     programs = -(-num_rows // tile.rows) * -(-n // tile.channels)

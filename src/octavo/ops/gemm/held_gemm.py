@@ -18,8 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from octavo.ops.activation import GATED_KINDS
-from octavo.ops.activation.gpu import gated_value
+from octavo.ops.activation import GATED_KINDS, SQUARED_RELU
+from octavo.ops.activation.gpu import gated_value, squared_value
 from octavo.ops.compile.launch import chained, launched
 from octavo.ops.compile.row_sum import padded_length, row_sums
 from octavo.ops.gemm import gemv
@@ -48,7 +48,7 @@ def _product(
     x, norm, weight, residual, out, eps, num_rows, x_stride, residual_stride, out_stride, N: gl.constexpr,
     K: gl.constexpr, LEVELS: gl.constexpr, ROWS: gl.constexpr, BN: gl.constexpr, WARPS: gl.constexpr,
     ALL: gl.constexpr, BK: gl.constexpr, PART: gl.constexpr, NORM: gl.constexpr, GATED: gl.constexpr,
-    TANH: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
+    TANH: gl.constexpr, SQUARED: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """BN channels of all rows; if GATED, BN gates and their ups. ALL warps copy, and norm; WARPS of them multiply."""
     if PDL:
@@ -116,6 +116,8 @@ def _product(
     total = total.to(dtype)
     if GATED:
         total = gated_value(total.to(gl.float32), up.to(dtype).to(gl.float32), TANH).to(dtype)
+    if SQUARED:
+        total = squared_value(total.to(gl.float32)).to(dtype)
     if ADD:
         total = (total.to(gl.float32) + before).to(dtype)
     gl.store(out + column * out_stride + channel[:, None], total, mask=is_there)
@@ -134,7 +136,7 @@ def serves(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | Non
     """Whether x [M, K] by weight [N, K] runs here: 2 to 8 rows of bfloat16, without a bias, of shapes that fit."""
     if not 1 < x.shape[0] <= MAX_ROWS or x.dtype != torch.bfloat16 or weight.dtype != x.dtype or bias is not None:
         return False
-    if not (x.is_cuda and matmul.is_reproducible()) or _tile(*weight.shape, normed, activation is not None) is None:
+    if not (x.is_cuda and matmul.is_reproducible()) or _tile(*weight.shape, normed, activation in GATED_KINDS) is None:
         return False
     aligned = (x.data_ptr() | weight.data_ptr() | x.stride(0)) % _ALIGNED == 0 and x.stride(1) == 1
     return aligned and weight.is_contiguous() and gemv.has_room(x.device, _SHARED_BYTES)
@@ -154,7 +156,7 @@ def product(
 
     Of gates and their ups, out is [M, N / 2].
     """
-    (num_rows, k), n, gated = x.shape, weight.shape[0], activation is not None
+    (num_rows, k), n, gated = x.shape, weight.shape[0], activation in GATED_KINDS
     tile = _tile(n, k, norm is not None, gated)
     assert tile is not None, "the shape is served"
     assert x.stride(1) == out.stride(1) == 1 and weight.is_contiguous(), "channels are contiguous"
@@ -165,6 +167,7 @@ def product(
         x, out if norm is None else norm, weight, before, out, eps, num_rows, x.stride(0), before.stride(0),
         out.stride(0), N=n, K=k, LEVELS=padded_length(k).bit_length() - 1, ROWS=MAX_ROWS,
         BN=channels, WARPS=warps, ALL=all_warps, BK=_STEP, PART=_PART, NORM=norm is not None, GATED=gated,
-        TANH=GATED_KINDS.get(activation or "") == 1, ADD=residual is not None, num_warps=all_warps,
+        TANH=GATED_KINDS.get(activation or "") == 1, SQUARED=activation == SQUARED_RELU, ADD=residual is not None,
+        num_warps=all_warps,
         enable_fp_fusion=False, **chained(x.device),
     )  # fmt: skip

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.activation import GATED_KINDS
-from octavo.ops.activation.gpu import gated_value
+from octavo.ops.activation import GATED_KINDS, SQUARED_RELU
+from octavo.ops.activation.gpu import gated_value, squared_value
 from octavo.ops.compile.launch import begin_after, chained, launched
 from octavo.ops.compile.row_sum import padded_length
 from octavo.ops.gemm import gemv, held_gemm
@@ -41,7 +41,7 @@ def _product(
     x, norm, weight, bias, residual, out, num_rows, x_stride, residual_stride, out_stride, eps, N: tl.constexpr,
     K: tl.constexpr, PADDED: tl.constexpr, LEVELS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, AHEAD: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr, TANH: tl.constexpr,
-    ADD: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+    SQUARED: tl.constexpr, ADD: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """BN channels of all rows. AHEAD: steps (0 to 2) whose weights are read before the kernel ahead is done."""
     if PDL:
@@ -87,6 +87,8 @@ def _product(
         at = out + row[None, :] * out_stride + first[:, None]
         tl.store(at, value.to(out.dtype.element_ty), mask=live[None, :])
     else:
+        if SQUARED:
+            y = squared_value(y.to(tl.float32)).to(out.dtype.element_ty)
         if ADD:
             y = (y.to(tl.float32) + before.to(tl.float32)).to(out.dtype.element_ty)
         tl.store(out_at, y, mask=live[None, :])
@@ -153,7 +155,8 @@ def normed_linear(
 ) -> Tensor:
     """See `octavo.ops.gemm.fused.normed_linear`."""
     n = weight.shape[0]
-    out = torch.empty((x.shape[0], n // 2 if activation else n), dtype=out_dtype or x.dtype, device=x.device)
+    width = n // 2 if activation in GATED_KINDS else n
+    out = torch.empty((x.shape[0], width), dtype=out_dtype or x.dtype, device=x.device)
     _launch(x, weight, out, norm=norm, eps=eps, bias=bias, activation=activation)
     return out
 
@@ -184,15 +187,15 @@ def _launch(
         return
     assert _serves_few(num_rows, x.dtype, weight), "rows and shape fit the kernel"
     if gemv.serves(x, weight, bias, activation, normed=normed, out_dtype=out.dtype):
-        gated = activation is not None
-        gemv.product(x, weight, out, norm=norm, eps=eps, residual=residual, gated=gated)
+        gemv.product(x, weight, out, norm=norm, eps=eps, residual=residual, activation=activation)
         return
     tile, padded = _tile(n, k, norm is not None), padded_length(k)
-    gated, before = activation is not None, x if residual is None else residual
+    gated, before = activation in GATED_KINDS, x if residual is None else residual
     _product[(n // tile.channels,)](
         x, out if norm is None else norm, weight, out if bias is None else bias, before, out, num_rows, x.stride(0),
         before.stride(0), out.stride(0), eps, N=n, K=k, PADDED=padded, LEVELS=padded.bit_length() - 1, BM=_TILE_ROWS,
         BN=tile.channels, BK=tile.depth, STAGES=tile.stages, AHEAD=min(tile.ahead, k // tile.depth),
-        NORM=norm is not None, GATED=gated, TANH=GATED_KINDS.get(activation or "") == 1, ADD=residual is not None,
-        HAS_BIAS=bias is not None, num_warps=tile.warps, enable_fp_fusion=False, **chained(x.device),
+        NORM=norm is not None, GATED=gated, TANH=GATED_KINDS.get(activation or "") == 1,
+        SQUARED=activation == SQUARED_RELU, ADD=residual is not None, HAS_BIAS=bias is not None,
+        num_warps=tile.warps, enable_fp_fusion=False, **chained(x.device),
     )  # fmt: skip

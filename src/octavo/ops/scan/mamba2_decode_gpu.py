@@ -41,6 +41,125 @@ def _lines(begins, run, inside, asked, SIZE: tl.constexpr):
     return tl.load(begins[:, None] + channel[None, :], mask=asked[:, None] & inside[None, :], other=0.0)
 
 
+@triton.jit
+def _state(
+    of_states,
+    head,
+    width,
+    channel,
+    within,
+    inside,
+    STATES: tl.constexpr,
+    SIZE: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """[states, channels] float32 of a head at the border; zeros at 0."""
+    states, state_first, kept, entry, is_open = of_states
+    where, is_there = place(states, state_first, entry, 0, head * STATES, is_open, FORM, SIZE)
+    inner = width[:, None] * SIZE + channel[None, :]
+    return tl.load(kept + where + inner, mask=within[:, None] & inside[None, :] & is_there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _decode_heads(
+    group,
+    first,
+    behind,
+    tile,
+    step,
+    inputs,
+    given,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+    STATES: tl.constexpr,
+    STATES_PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STATE_FORM: tl.constexpr,
+    X_FORM: tl.constexpr,
+    B_FORM: tl.constexpr,
+    TOTAL_FORM: tl.constexpr,
+    DT_FORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+    ONE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Of the program's heads, `first` up to `behind`, those of a group.
+
+    Where the row's tokens lie is asked for each group: what is not asked again would be held in registers.
+    """
+    rows, query_start, seq_lens, state_table, state_columns, state_first, state_kept = step
+    input_table, input_columns, input_first, x_kept, b_kept, total_kept, dt_kept = inputs
+    xbc, xbc_row, dt, dt_row, decay, dt_bias, dt_min, dt_max, skip, out = given
+    row, PER = tl.program_id(1), HEADS // GROUPS
+    token, last, table_row = tl.load(query_start + row).to(tl.int64), tl.load(seq_lens + row) - 1, tl.load(rows + row)
+    table = input_table + table_row * input_columns
+    of_row = (table, input_first, last, BLOCK)
+    border = last // CHUNK * CHUNK
+    own_entry, own_offset = last // BLOCK, last % BLOCK
+    of_states = (
+        state_table + table_row * state_columns, state_first, state_kept, tl.maximum(border // CHUNK - 1, 0), border > 0
+    )  # fmt: skip
+    channel, width, here = tile * WIDE + tl.arange(0, WIDE), tl.arange(0, STATES_PADDED), tl.arange(0, 16)
+    inside, within, at = channel < SIZE, width < STATES, border + tl.arange(0, CHUNK)
+    is_seen, is_old = at <= last, at < last
+    b_at = _begins(of_row, at, b_kept, B_FORM, STATES)
+    x_at = _begins(of_row, at, x_kept, X_FORM, SIZE)
+    total_at = _begins(of_row, at, total_kept, TOTAL_FORM, 1)
+    dt_at = _begins(of_row, at, dt_kept, DT_FORM, 1)
+    before_at = _begins(of_row, last - 1, total_kept, TOTAL_FORM, 1)
+    sum_at, is_stored = place(table, input_first, own_entry, own_offset, 0, True, TOTAL_FORM, 1)
+    step_at, _ = place(table, input_first, own_entry, own_offset, 0, True, DT_FORM, 1)
+    fresh, own_dt = xbc + token * xbc_row, dt + token * dt_row
+    if ONE:  # all that earlier steps kept of the one head is on its way, or there, when the kernel before ends
+        early_state = _state(of_states, first, width, channel, within, inside, STATES, SIZE, STATE_FORM)
+        early_x = _lines(x_at + tile * WIDE, first, inside, is_old, SIZE)
+        early_b = _lines(b_at, group, within, is_old, STATES)
+        early_sums = tl.load(total_at + first, mask=is_old, other=0.0)
+        early_steps = tl.load(dt_at + first, mask=is_old, other=0.0)
+        begin_after(PDL)
+        own_b = tl.load(fresh + HEADS * SIZE + group * STATES + width, mask=within, other=0.0)
+        b = tl.where((at == last)[:, None], own_b[None, :], early_b)
+    else:
+        b_at = tl.where(is_old, b_at, fresh + HEADS * SIZE) + group * STATES
+        b = tl.load(b_at[:, None] + width[None, :], mask=is_seen[:, None] & within[None, :], other=0.0)
+    if (group * PER >= first) & (tile == 0):  # of those that share B
+        where, is_there = place(table, input_first, own_entry, own_offset, group, True, B_FORM, STATES)
+        shared_b = tl.load(fresh + HEADS * SIZE + group * STATES + width, mask=within, other=0.0)
+        tl.store(b_kept + where + width, shared_b, mask=within & is_there)
+    x_begins = tl.where(is_old, x_at, fresh)[:, None] + channel[None, :]
+    first_c = HEADS * SIZE + (GROUPS + group) * STATES
+    c = tl.load(fresh + first_c + width[None, :] + 0 * here[:, None], mask=within[None, :], other=0.0)  # 16 equal rows
+    alike = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+    for head in tl.range(tl.maximum(first, group * PER), tl.minimum(behind, (group + 1) * PER), num_stages=STAGES):
+        own_x = tl.load(fresh + head * SIZE + channel, mask=inside, other=0.0)
+        if ONE:
+            state, sums, steps = early_state, early_sums, early_steps
+            x = tl.where((at == last)[:, None], own_x[None, :], early_x)
+        else:
+            state = _state(of_states, head, width, channel, within, inside, STATES, SIZE, STATE_FORM)
+            x = tl.load(x_begins + head * SIZE, mask=is_seen[:, None] & inside[None, :], other=0.0)
+            sums = tl.load(total_at + head, mask=is_old, other=0.0)
+            steps = tl.load(dt_at + head, mask=is_old, other=0.0)
+        own_sum, own_step = _gates(own_dt, dt_bias, decay, before_at, head, last > border, dt_min, dt_max)
+        sums, steps = tl.where(at == last, own_sum, sums), tl.where(at == last, own_step, steps)
+        tl.store(total_kept + sum_at + head, own_sum, mask=is_stored & (tile == 0))
+        tl.store(dt_kept + step_at + head, own_step, mask=is_stored & (tile == 0))
+        own_skip = tl.load(skip + head)
+        left = tl.exp(tl.where(is_seen, own_sum - sums, 0.0))
+        weight = tl.where(is_seen[None, :], left[None, :] * alike * steps[None, :], 0.0).to(x.dtype)
+        result = tl.exp(own_sum) * tl.dot(c, state.to(c.dtype), input_precision=PRECISION)
+        result += tl.dot(weight, x, input_precision=PRECISION)
+        result += own_skip * own_x.to(tl.float32)[None, :]
+        target = out + (token * HEADS + head) * SIZE + channel[None, :] + 0 * here[:, None]
+        tl.store(target, result.to(out.dtype.element_ty), mask=(here == 0)[:, None] & inside[None, :])
+        where, is_there = place(table, input_first, own_entry, own_offset, head, True, X_FORM, SIZE)
+        tl.store(x_kept + where + channel, own_x, mask=inside & is_there)
+
+
 @launched(triton.jit(do_not_specialize=PLACES))
 def mamba2_decode(
     xbc,  # [T, channels of x, B and C]
@@ -85,79 +204,27 @@ def mamba2_decode(
     ONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row, WIDE channels, and as many heads of one group as share the launch's programs evenly: ONE, or more."""
+    """One row, WIDE channels, and as many heads as share the launch's programs evenly: ONE, or a run of them."""
     row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
-    part = HEADS * tiles // tl.num_programs(0)
-    first, tile = tl.program_id(0) // tiles * part, tl.program_id(0) % tiles
-    token, end = tl.load(query_start + row).to(tl.int64), tl.load(seq_lens + row)
-    table_row = tl.load(rows + row)
-    if tl.load(query_start + row + 1) == token:  # a row of padding
+    part, parts = tl.program_id(0) // tiles, tl.num_programs(0) // tiles
+    first, behind, tile = HEADS * part // parts, HEADS * (part + 1) // parts, tl.program_id(0) % tiles
+    if tl.load(query_start + row + 1) == tl.load(query_start + row):  # a row of padding
         begin_after(PDL)
         return
-    states, last = state_table + table_row * state_columns, end - 1
-    of_row = (input_table + table_row * input_columns, input_first, last, BLOCK)
-    border = last // CHUNK * CHUNK
-    group = first // (HEADS // GROUPS)
-    channel, width, here = tile * WIDE + tl.arange(0, WIDE), tl.arange(0, STATES_PADDED), tl.arange(0, 16)
-    inside, within = channel < SIZE, width < STATES
-    fresh, own_dt, at = xbc + token * xbc_row, dt + token * dt_row, border + tl.arange(0, CHUNK)
-    is_seen, is_old = at < end, at < last
-    b_at = _begins(of_row, at, b_kept, B_FORM, STATES)
-    x_at = _begins(of_row, at, x_kept, X_FORM, SIZE)
-    total_at = _begins(of_row, at, total_kept, TOTAL_FORM, 1)
-    dt_at = _begins(of_row, at, dt_kept, DT_FORM, 1)
-    before_at = _begins(of_row, last - 1, total_kept, TOTAL_FORM, 1)
-    own_entry, own_offset = last // BLOCK, last % BLOCK
-    sum_at, is_stored = place(of_row[0], input_first, own_entry, own_offset, 0, True, TOTAL_FORM, 1)
-    step_at, _ = place(of_row[0], input_first, own_entry, own_offset, 0, True, DT_FORM, 1)
     tl.static_assert(STATE_FORM[5] % STATES == 0, "a head's state lies in one line")
-    entry, is_open = tl.maximum(border // CHUNK - 1, 0), border > 0
-    state_channel = width[:, None] * SIZE + channel[None, :]
-    of_state = within[:, None] & inside[None, :]
-    if ONE:  # all that earlier steps kept of the one head is on its way, or there, when the kernel before ends
-        where, is_state = place(states, state_first, entry, 0, first * STATES, is_open, STATE_FORM, SIZE)
-        early_state = tl.load(state_kept + where + state_channel, mask=of_state & is_state, other=0.0).to(tl.float32)
-        early_x = _lines(x_at + tile * WIDE, first, inside, is_old, SIZE)
-        early_b = _lines(b_at, group, within, is_old, STATES)
-        early_sums = tl.load(total_at + first, mask=is_old, other=0.0)
-        early_steps = tl.load(dt_at + first, mask=is_old, other=0.0)
-    begin_after(PDL)
+    step = (rows, query_start, seq_lens, state_table, state_columns, state_first, state_kept)
+    inputs = (input_table, input_columns, input_first, x_kept, b_kept, total_kept, dt_kept)
+    given = (xbc, xbc_row, dt, dt_row, decay, dt_bias, dt_min, dt_max, skip, out)
     if ONE:
-        own_b = tl.load(fresh + HEADS * SIZE + group * STATES + width, mask=within, other=0.0)
-        b = tl.where((at == last)[:, None], own_b[None, :], early_b)
+        _decode_heads(
+            first // (HEADS // GROUPS), first, behind, tile, step, inputs, given, HEADS, GROUPS, SIZE, WIDE, STATES,
+            STATES_PADDED, CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, STAGES, ONE, PDL,
+        )  # fmt: skip
     else:
-        b_at = tl.where(is_old, b_at, fresh + HEADS * SIZE) + group * STATES
-        b = tl.load(b_at[:, None] + width[None, :], mask=is_seen[:, None] & within[None, :], other=0.0)
-    x_begins = tl.where(is_old, x_at, fresh)[:, None] + channel[None, :]
-    first_c = HEADS * SIZE + (GROUPS + group) * STATES
-    c = tl.load(fresh + first_c + width[None, :] + 0 * here[:, None], mask=within[None, :], other=0.0)  # 16 equal rows
-    alike = tl.dot(c, tl.trans(b), input_precision=PRECISION)
-    for head in tl.range(first, first + part, num_stages=STAGES):
-        own_x = tl.load(fresh + head * SIZE + channel, mask=inside, other=0.0)
-        if ONE:
-            state, sums, steps = early_state, early_sums, early_steps
-            x = tl.where((at == last)[:, None], own_x[None, :], early_x)
-        else:
-            where, is_state = place(states, state_first, entry, 0, head * STATES, is_open, STATE_FORM, SIZE)
-            state = tl.load(state_kept + where + state_channel, mask=of_state & is_state, other=0.0).to(tl.float32)
-            x = tl.load(x_begins + head * SIZE, mask=is_seen[:, None] & inside[None, :], other=0.0)
-            sums = tl.load(total_at + head, mask=is_old, other=0.0)
-            steps = tl.load(dt_at + head, mask=is_old, other=0.0)
-        own_sum, own_step = _gates(own_dt, dt_bias, decay, before_at, head, last > border, dt_min, dt_max)
-        sums, steps = tl.where(at == last, own_sum, sums), tl.where(at == last, own_step, steps)
-        tl.store(total_kept + sum_at + head, own_sum, mask=is_stored & (tile == 0))
-        tl.store(dt_kept + step_at + head, own_step, mask=is_stored & (tile == 0))
-        own_skip = tl.load(skip + head)
-        left = tl.exp(tl.where(is_seen, own_sum - sums, 0.0))
-        weight = tl.where(is_seen[None, :], left[None, :] * alike * steps[None, :], 0.0).to(x.dtype)
-        result = tl.exp(own_sum) * tl.dot(c, state.to(xbc.dtype.element_ty), input_precision=PRECISION)
-        result += tl.dot(weight, x, input_precision=PRECISION)
-        result += own_skip * own_x.to(tl.float32)[None, :]
-        target = out + (token * HEADS + head) * SIZE + channel[None, :] + 0 * here[:, None]
-        tl.store(target, result.to(out.dtype.element_ty), mask=(here == 0)[:, None] & inside[None, :])
-        where, is_there = place(of_row[0], input_first, own_entry, own_offset, head, True, X_FORM, SIZE)
-        tl.store(x_kept + where + channel, own_x, mask=inside & is_there)
-    if (first % (HEADS // GROUPS) == 0) & (tile == 0):  # of those that share B
-        where, is_there = place(of_row[0], input_first, own_entry, own_offset, group, True, B_FORM, STATES)
-        shared_b = tl.load(fresh + HEADS * SIZE + group * STATES + width, mask=within, other=0.0)
-        tl.store(b_kept + where + width, shared_b, mask=within & is_there)
+        begin_after(PDL)
+        for group in range(first // (HEADS // GROUPS), (behind - 1) // (HEADS // GROUPS) + 1):
+            _decode_heads(
+                group, first, behind, tile, step, inputs, given, HEADS, GROUPS, SIZE, WIDE, STATES,
+                STATES_PADDED, CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, STAGES, ONE,
+                PDL,
+            )  # fmt: skip
