@@ -75,6 +75,8 @@ class Pointer:
         value = torch.as_tensor(value).to(self.kind)
         there = torch.as_tensor(True if mask is None else mask)
         place, value, there = torch.broadcast_tensors(self.place, value, there)
+        if not there.any():
+            return
         flat, index = self.memory.at(place[there])
         flat[index] = value[there]
 

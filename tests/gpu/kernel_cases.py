@@ -190,7 +190,7 @@ def _decode() -> None:
 
 
 def _verified() -> None:
-    """Rows of several queries, in tiles of 8 lines and of more."""
+    """Rows of several queries: by programs of 8 columns on Hopper, and by tiles of a KV head's all."""
     fused_rope_rig.check([70, 1100, 0], 4, 2, 16, queries=5)
     fused_rope_rig.check([70, 1100, 0], 4, 2, 16, queries=2, size=64)
 
@@ -330,7 +330,10 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "decode attention": (_decode, ("attention.decode_kernel.attend_rows_copied", "attention.paged_workload.divide")),
     "prompt attention": (_prompts, ("attention.prefill_kernel.attend_prompts", "attention.paged_workload.count_tiles")),
     "rotation and attention": (_rotated, ("attention.rope_decode_kernel._rotate_and_attend",)),
-    "rows that verify": (_verified, ("attention.paged_decode_kernels.rotate_and_attend_few",)),
+    "rows that verify": (
+        _verified,
+        ("attention.rope_verify_kernel._rotate_and_verify", "attention.paged_decode_kernels.rotate_and_attend_few"),
+    ),
     "latent attention": (
         _latent,
         ("latent.gpu._latent_rope_store", "latent.gpu._head_product", "latent.gpu._attend", "latent.gpu._merge"),

@@ -18,7 +18,14 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from octavo.ops.attention import decode, paged, paged_plan, prefill, rope_decode_kernel  # noqa: E402
+from octavo.ops.attention import (  # noqa: E402
+    decode,
+    paged,
+    paged_plan,
+    prefill,
+    rope_decode_kernel,
+    rope_verify_kernel,
+)
 from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
 from octavo.ops.compile import launch  # noqa: E402
 from octavo.ops.gemm import gemv, held_gemm  # noqa: E402
@@ -50,7 +57,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     monkeypatch.setattr(driver, "_active", no_device)
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(launch, "_has_pdl", lambda device: True)
-    monkeypatch.setattr(rope_decode_kernel, "num_processors", lambda device: PROCESSORS)
+    for module in (rope_decode_kernel, rope_verify_kernel):
+        monkeypatch.setattr(module, "num_processors", lambda device: PROCESSORS)
     monkeypatch.setattr(gemv, "_device", lambda index: {"multiprocessor_count": PROCESSORS})
     yield found
     assert found, "nothing was compiled"
@@ -135,6 +143,23 @@ def test_rotation_and_attention(compiled: list[Any], block: int, group: int, nor
     rope_decode_kernel.fused_rope_decode(
         torch.zeros(4, (2 * group + 4) * 128, dtype=BF16),
         rotation,
+        kv,
+        *lengths(),
+        out,
+        mask_spec=MaskSpec(scale=0.1),
+        plan=SimpleNamespace(rows=rows, capacity=8),
+        scratch=SCRATCH,
+    )
+
+
+@pytest.mark.parametrize(("block", "group", "queries"), [(64, 2, 5), (64, 4, 16), (16, 7, 2)])
+def test_rotation_and_attention_of_rows_that_verify(compiled: list[Any], block: int, group: int, queries: int) -> None:
+    kv, out = cache(block, 128, BF16), torch.zeros(16, 2 * group, 128, dtype=BF16)
+    lines = paged_plan.power_of_two(queries * group)
+    rows = paged_plan.RowsLaunch(paged_plan.Tile(64, 4, 4), 16, lines, 132, 4, 0, False, 2, queries)
+    rope_verify_kernel.fused_rope_decode(
+        torch.zeros(16, (2 * group + 4) * 128, dtype=BF16),
+        rotation_of(128, normed=group != 7),
         kv,
         *lengths(),
         out,
