@@ -107,6 +107,17 @@ def _products() -> None:
             assert matmul_rig.distance(out, x, weight) < 1e-5, (rows, tile)
 
 
+def _few_rows_of_a_head() -> None:
+    """By programs of several groups of channels, the bits of plain tiles."""
+    weight = matmul_rig.heavy_tailed(40 * 1024, 1024, dtype=BF16, seed=1, device="cuda")
+    for rows in (2, 5, 8):
+        x = matmul_rig.heavy_tailed(rows, 1024, dtype=BF16, seed=rows, device="cuda")
+        found, expected = torch.full((2, rows, len(weight)), 7.0, device="cuda")
+        linear(x, weight, None, found)
+        linear(x, weight, None, expected, tile_for(rows, *weight.shape, BF16))
+        assert torch.equal(found, expected), rows
+
+
 def _clustered() -> None:
     """On Hopper: the separate operators' bits, by tiles of each kind, rows, channels and k that fill none."""
     if torch.cuda.get_device_capability()[0] != 9:
@@ -300,6 +311,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         functools.partial(matmul_rig.check_fused, "cuda", (BF16,), exact=True, shapes=((4096, 4096, False),)),
         ("gemm.gemv._streamed",),
     ),
+    "few rows of a head": (_few_rows_of_a_head, ("gemm.streamed_gemm._streamed_rows",)),
     "draw": (functools.partial(gpu_rig.check_draw, "cuda", 4099), ("sampling.gpu._draw",)),
     "logprobs": (
         functools.partial(gpu_rig.check_logprobs, "cuda", 4201),

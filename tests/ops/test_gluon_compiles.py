@@ -28,7 +28,7 @@ from octavo.ops.attention import (  # noqa: E402
 )
 from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
 from octavo.ops.compile import launch  # noqa: E402
-from octavo.ops.gemm import gemv, held_gemm  # noqa: E402
+from octavo.ops.gemm import gemv, held_gemm, streamed_gemm  # noqa: E402
 from octavo.ops.rope import Rotation  # noqa: E402
 
 CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
@@ -242,3 +242,11 @@ def test_one_row_of_a_drafters_head(compiled: list[Any], k: int) -> None:
     """Of 32,000 tokens, in float32: its programs stream, however short a row is."""
     x, weight, out = torch.zeros(1, k, dtype=BF16), torch.zeros(32000, k, dtype=BF16), torch.zeros(1, 32000)
     gemv.product(x, weight, out, norm=torch.ones(k), eps=1e-6, residual=None, gated=False)
+
+
+@pytest.mark.parametrize("k", [1024, 4096])
+def test_few_rows_of_a_head(compiled: list[Any], k: int) -> None:
+    """By two programs a processor, and by one, whose ring is all of the rest of its memory."""
+    x, weight, out = torch.zeros(5, k, dtype=BF16), torch.zeros(32000, k, dtype=BF16), torch.zeros(5, 32000)
+    streamed_gemm.product(x, weight, out)
+    assert compiled[0].metadata.shared <= SHARED_BYTES // (2 if k == 1024 else 1)

@@ -19,7 +19,7 @@ from octavo.ops.activation import GATED_KINDS
 from octavo.ops.activation.gpu import gated_value
 from octavo.ops.compile.launch import begin_after, chained, launched
 from octavo.ops.compile.row_sum import padded_length
-from octavo.ops.gemm import gemv, held_gemm
+from octavo.ops.gemm import gemv, held_gemm, streamed_gemm
 from octavo.ops.gemm import gpu as matmul
 from octavo.ops.gemm.kernels import add_last
 from octavo.ops.norm.gpu import inverse_norm
@@ -105,6 +105,8 @@ def serves(
 
     out_dtype: of the product; None: x's.
     """
+    if out_dtype == torch.float32 and streamed_gemm.serves(x, weight, bias):
+        return False  # a head's programs would norm the rows again and again
     if _serves_few(x.shape[0], x.dtype, weight):
         return True
     return out_dtype in (None, x.dtype) and held_gemm.serves(x, weight, bias, activation, normed=normed)
