@@ -23,7 +23,7 @@ CPU, BF16, HEAD, PROCESSORS = torch.device("cpu"), torch.bfloat16, 128, 48
 
 @pytest.fixture
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, kernel in ((rope_decode_kernel, "_rotate_and_attend"), (rope_verify_kernel, "_rotate_and_verify")):
+    for module, kernel in ((rope_decode_kernel, "_rotate_and_attend"), (rope_verify_kernel, "_rotate_and_attend_columns")):
         monkeypatch.setattr(module, kernel, gluon_in_torch.InTorch(getattr(module, kernel)))
         monkeypatch.setattr(module, "num_processors", lambda device: PROCESSORS)
         monkeypatch.setattr(module, "chained", lambda device: {"PDL": True})

@@ -159,7 +159,7 @@ def _finish(
 
 
 @launched(gluon.jit(do_not_specialize=["num_rows", "max_leaves", "table_row"]))
-def _rotate_and_verify(
+def _rotate_and_attend_columns(
     qkv, positions, cos_sin, q_norm, k_norm, slots, kv, out, query_start, seq_lens, table, parts, stats, counters,
     qkv_token, out_token, kv_block, kv_head, table_row, eps, score_scale, num_rows, max_leaves,
     kv_token: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, FRESH: gl.constexpr,
@@ -322,7 +322,7 @@ def fused_rope_decode(
     parts = scratch.parts(plan.capacity * kv_heads, rows.lines, HEAD_SIZE)
     splits = splits_of(rows, group)
     programs = min(rows.num_rows * kv_heads * splits * rows.max_leaves, num_processors(kv.device))
-    _rotate_and_verify[(programs,)](
+    _rotate_and_attend_columns[(programs,)](
         projected, rotation.positions, rotation.cos_sin, rotation.cos_sin if norm is None else norm,
         rotation.cos_sin if rotation.k_norm is None else rotation.k_norm, rotation.slot_mapping, kv, out, query_start,
         seq_lens, block_table, *parts, projected.stride(0), out.stride(0), kv.stride(0), kv.stride(1),
