@@ -75,6 +75,8 @@ class Pointer:
         value = torch.as_tensor(value).to(self.kind)
         there = torch.as_tensor(True if mask is None else mask)
         place, value, there = torch.broadcast_tensors(self.place, value, there)
+        if not there.any():
+            return
         flat, index = self.memory.at(place[there])
         flat[index] = value[there]
 
@@ -174,12 +176,14 @@ def _language(program: int, programs: int) -> dict[str, Any]:
         "sqrt_rn": torch.sqrt,
         "static_range": range,
         "store": lambda at, value, mask=None: at.store(value, mask),
+        "to_tensor": torch.tensor,
         "sum": lambda x, axis: x.sum(axis),
         "where": _where,
         "zeros": lambda shape, dtype, _: torch.zeros(shape, dtype=dtype),
         "zeros_like": torch.zeros_like,
     }
-    layouts = dict.fromkeys(("SliceLayout", "BlockedLayout", "DotOperandLayout"), nothing)
+    names = ("SliceLayout", "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "SwizzledSharedLayout")
+    layouts = dict.fromkeys(names, nothing)
     language = SimpleNamespace(**words, **layouts)
     copies = SimpleNamespace(async_copy_global_to_shared=_copy, commit_group=nothing, wait_group=nothing)
     return {"gl": language, "tl": language, "async_copy": copies, "mma_v2": _mma}

@@ -107,6 +107,17 @@ def _products() -> None:
             assert matmul_rig.distance(out, x, weight) < 1e-5, (rows, tile)
 
 
+def _few_rows_of_a_head() -> None:
+    """By programs of several groups of channels, the bits of plain tiles."""
+    weight = matmul_rig.heavy_tailed(40 * 1024, 1024, dtype=BF16, seed=1, device="cuda")
+    for rows in (2, 5, 8):
+        x = matmul_rig.heavy_tailed(rows, 1024, dtype=BF16, seed=rows, device="cuda")
+        found, expected = torch.full((2, rows, len(weight)), 7.0, device="cuda")
+        linear(x, weight, None, found)
+        linear(x, weight, None, expected, tile_for(rows, *weight.shape, BF16))
+        assert torch.equal(found, expected), rows
+
+
 def _clustered() -> None:
     """On Hopper: the separate operators' bits, by tiles of each kind, rows, channels and k that fill none."""
     if torch.cuda.get_device_capability()[0] != 9:
@@ -190,7 +201,7 @@ def _decode() -> None:
 
 
 def _verified() -> None:
-    """Rows of several queries, in tiles of 8 lines and of more."""
+    """Rows of several queries: by programs of 8 columns on Hopper, and by tiles of a KV head's all."""
     fused_rope_rig.check([70, 1100, 0], 4, 2, 16, queries=5)
     fused_rope_rig.check([70, 1100, 0], 4, 2, 16, queries=2, size=64)
 
@@ -300,6 +311,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         functools.partial(matmul_rig.check_fused, "cuda", (BF16,), exact=True, shapes=((4096, 4096, False),)),
         ("gemm.gemv._streamed",),
     ),
+    "few rows of a head": (_few_rows_of_a_head, ("gemm.streamed_gemm._streamed_rows",)),
     "draw": (functools.partial(gpu_rig.check_draw, "cuda", 4099), ("sampling.gpu._draw",)),
     "logprobs": (
         functools.partial(gpu_rig.check_logprobs, "cuda", 4201),
@@ -330,7 +342,10 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "decode attention": (_decode, ("attention.decode_kernel.attend_rows_copied", "attention.paged_workload.divide")),
     "prompt attention": (_prompts, ("attention.prefill_kernel.attend_prompts", "attention.paged_workload.count_tiles")),
     "rotation and attention": (_rotated, ("attention.rope_decode_kernel._rotate_and_attend",)),
-    "rows that verify": (_verified, ("attention.paged_decode_kernels.rotate_and_attend_few",)),
+    "rows that verify": (
+        _verified,
+        ("attention.rope_verify_kernel._rotate_and_attend_columns", "attention.paged_decode_kernels.rotate_and_attend_few"),
+    ),
     "latent attention": (
         _latent,
         ("latent.gpu._latent_rope_store", "latent.gpu._head_product", "latent.gpu._attend", "latent.gpu._merge"),

@@ -132,7 +132,8 @@ def test_fused_products_of_model_shapes(n: int, k: int) -> None:
     for rows in range(1, held_gemm.MAX_ROWS + 2):
         x = heavy_tailed(rows, k, dtype=BF16, seed=rows, device="cuda")
         residual = heavy_tailed(rows, n, dtype=BF16, seed=rows + 50, device="cuda")
-        assert fused.runs_fused(x, weight) or rows > skinny_gemm.MAX_ROWS
+        few = 1 if k > 3072 and torch.cuda.get_device_capability()[0] == 9 else skinny_gemm.MAX_ROWS
+        assert fused.runs_fused(x, weight) or rows > few
         normed = matmul.linear(rms_norm(x, scale, 1e-6), weight)
         assert torch.equal(fused.normed_linear(x, scale, 1e-6, weight), normed)
         gated = gated_activation(normed, "silu")

@@ -17,7 +17,7 @@ from octavo.ops.compile import disk_cache, nvrtc
 from octavo.ops.compile.driver import DriverError
 from octavo.ops.compile.nvrtc import CompileError
 from octavo.ops.gemm import cluster_gemm
-from octavo.ops.gemm.cluster_gemm import MAX_ROWS, MIN_ROWS, Tile, serves, tile_for
+from octavo.ops.gemm.cluster_gemm import MAX_ROWS, MIN_ROWS, MIN_ROWS_LONG, Tile, serves, tile_for
 
 BF16 = torch.bfloat16
 PROCESSORS, LARGEST_SHARED = 132, 232448  # of an H200
@@ -36,7 +36,7 @@ SHAPES = (
 
 @pytest.mark.parametrize(("n", "k", "gated"), SHAPES)
 def test_a_models_tiles_hold_all_rows_and_fill_the_processors(n: int, k: int, gated: bool) -> None:
-    for rows in range(MIN_ROWS, MAX_ROWS + 1):
+    for rows in range(MIN_ROWS_LONG if k > 3072 else MIN_ROWS, MAX_ROWS + 1):
         tile = tile_for(rows, n, k, gated)
         if tile is None:
             assert k > 3072, "the library is as fast for long weights only"
@@ -85,6 +85,7 @@ def test_the_choice_for_known_models(
 def test_what_has_no_tile() -> None:
     assert tile_for(128, 4096, 1024, gated=False)
     assert tile_for(MIN_ROWS - 1, 4096, 1024, gated=False) is None
+    assert tile_for(MIN_ROWS_LONG - 1, 4096, 4096, gated=False) is None
     assert tile_for(MAX_ROWS + 1, 4096, 1024, gated=False) is None
     assert tile_for(321, 4096, 4096, gated=False) is None, "the library is as fast"
     assert tile_for(257, 6144, 4096, gated=False) is None, "not all processors have work"

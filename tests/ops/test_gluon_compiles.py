@@ -18,10 +18,17 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from octavo.ops.attention import decode, paged, paged_plan, prefill, rope_decode_kernel  # noqa: E402
+from octavo.ops.attention import (  # noqa: E402
+    decode,
+    paged,
+    paged_plan,
+    prefill,
+    rope_decode_kernel,
+    rope_verify_kernel,
+)
 from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
 from octavo.ops.compile import launch  # noqa: E402
-from octavo.ops.gemm import gemv, held_gemm  # noqa: E402
+from octavo.ops.gemm import gemv, held_gemm, streamed_gemm  # noqa: E402
 from octavo.ops.rope import Rotation  # noqa: E402
 
 CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
@@ -50,7 +57,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     monkeypatch.setattr(driver, "_active", no_device)
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(launch, "_has_pdl", lambda device: True)
-    monkeypatch.setattr(rope_decode_kernel, "num_processors", lambda device: PROCESSORS)
+    for module in (rope_decode_kernel, rope_verify_kernel):
+        monkeypatch.setattr(module, "num_processors", lambda device: PROCESSORS)
     monkeypatch.setattr(gemv, "_device", lambda index: {"multiprocessor_count": PROCESSORS})
     yield found
     assert found, "nothing was compiled"
@@ -144,6 +152,23 @@ def test_rotation_and_attention(compiled: list[Any], block: int, group: int, nor
     )
 
 
+@pytest.mark.parametrize(("block", "group", "queries"), [(64, 2, 5), (64, 4, 16), (16, 7, 2)])
+def test_rotation_and_attention_of_rows_that_verify(compiled: list[Any], block: int, group: int, queries: int) -> None:
+    kv, out = cache(block, 128, BF16), torch.zeros(16, 2 * group, 128, dtype=BF16)
+    lines = paged_plan.power_of_two(queries * group)
+    rows = paged_plan.RowsLaunch(paged_plan.Tile(64, 4, 4), 16, lines, 132, 4, 0, False, 2, queries)
+    rope_verify_kernel.fused_rope_decode(
+        torch.zeros(16, (2 * group + 4) * 128, dtype=BF16),
+        rotation_of(128, normed=group != 7),
+        kv,
+        *lengths(),
+        out,
+        mask_spec=MaskSpec(scale=0.1),
+        plan=SimpleNamespace(rows=rows, capacity=8),
+        scratch=SCRATCH,
+    )
+
+
 @pytest.mark.parametrize("queries", [2, 5])
 def test_rotated_queries_are_multiplied_in_the_order_of_others(compiled: list[Any], queries: int) -> None:
     """Of plain Triton: what was joined of halves had k in another order, and so other bits."""
@@ -217,3 +242,11 @@ def test_one_row_of_a_drafters_head(compiled: list[Any], k: int) -> None:
     """Of 32,000 tokens, in float32: its programs stream, however short a row is."""
     x, weight, out = torch.zeros(1, k, dtype=BF16), torch.zeros(32000, k, dtype=BF16), torch.zeros(1, 32000)
     gemv.product(x, weight, out, norm=torch.ones(k), eps=1e-6)
+
+
+@pytest.mark.parametrize("k", [1024, 4096])
+def test_few_rows_of_a_head(compiled: list[Any], k: int) -> None:
+    """By two programs a processor, and by one, whose ring is all of the rest of its memory."""
+    x, weight, out = torch.zeros(5, k, dtype=BF16), torch.zeros(32000, k, dtype=BF16), torch.zeros(5, 32000)
+    streamed_gemm.product(x, weight, out)
+    assert compiled[0].metadata.shared <= SHARED_BYTES // (2 if k == 1024 else 1)

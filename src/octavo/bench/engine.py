@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         vocab = SHAPES[arguments.shape]["vocab_size"]
         engine = gpu_engine.Run(arguments.shape, SHAPES[arguments.shape], fields, dummy_model).engine
         works = [(name, gpu_engine.workload(name, vocab)) for name in names]
-        return speculation.run(engine, arguments.shape, works, drafts, document)
+        return speculation.run(engine, arguments.shape, works, drafts, document, profile=arguments.profile and on_gpu)
     if on_gpu:
         run = gpu_engine.Run(arguments.shape, SHAPES[arguments.shape], fields, dummy_model)
         return gpu_engine.report(run, names, document, profile=arguments.profile, timeline=arguments.timeline)

@@ -14,9 +14,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from octavo.bench import gpu_profile
 from octavo.bench.gpu_engine import Workload
 from octavo.llm import LLM
 from octavo.request.sampling_params import SamplingParams
+
+_SHOWN_KERNELS = 24
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,14 +41,21 @@ class Drafts:
 
 
 def compare(
-    engine: Callable[..., AbstractContextManager[LLM]], work: Workload, drafts: Drafts, num_rounds: int = 3
+    engine: Callable[..., AbstractContextManager[LLM]],
+    work: Workload,
+    drafts: Drafts,
+    num_rounds: int = 3,
+    *,
+    profile: bool = False,
 ) -> dict[str, float]:
     """Tokens per second without and with drafts, the best of some rounds, and what a step cost beside a plain one.
 
-    Raises RuntimeError where a token differs.
+    profile: print kernels too, on a GPU. Raises RuntimeError where a token differs.
     """
     with engine() as llm:
         plain, steps, expected = _measure(llm, work, num_rounds)
+        if profile:
+            _profile(llm, work, "without drafts")
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
         answers = Path(folder, "answers.json")
         whole = [prompt + tokens for prompt, tokens in zip(work.prompts, expected, strict=True)]
@@ -54,6 +64,8 @@ def compare(
             before = llm.engine.scheduler.stats()
             seconds, drafted_steps, found = _measure(llm, work, num_rounds)
             after = llm.engine.scheduler.stats()
+            if profile:
+                _profile(llm, work, "with drafts")
     if found != expected:
         raise RuntimeError("tokens with drafts differ from those without")
     num_tokens, num_drafted = sum(work.num_outputs), after.num_draft_tokens - before.num_draft_tokens
@@ -71,10 +83,7 @@ def compare(
 
 def _measure(llm: LLM, work: Workload, num_rounds: int) -> tuple[float, int, list[list[int]]]:
     """Seconds and steps of the quickest round, and what every round says."""
-    params = [
-        SamplingParams(max_tokens=count, ignore_eos=True, detokenize=False, temperature=work.temperature, seed=index)
-        for index, count in enumerate(work.num_outputs)
-    ]
+    params = _params(work)
     llm.engine.capture_rest()
     llm.generate(work.prompts, params, use_tqdm=False)
     found: list[tuple[float, int]] = []
@@ -88,6 +97,29 @@ def _measure(llm: LLM, work: Workload, num_rounds: int) -> tuple[float, int, lis
             raise RuntimeError("two rounds differ")
         tokens = said
     return (*min(found), [list(line) for line in tokens])
+
+
+def _params(work: Workload) -> list[SamplingParams]:
+    return [
+        SamplingParams(max_tokens=count, ignore_eos=True, detokenize=False, temperature=work.temperature, seed=index)
+        for index, count in enumerate(work.num_outputs)
+    ]
+
+
+def _profile(llm: LLM, work: Workload, name: str) -> None:
+    """Print the kernels of one more round, prompts included, by their time in a step."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    before = llm.engine.times.num_steps
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        llm.generate(work.prompts, _params(work), use_tqdm=False)
+        torch.cuda.synchronize()
+    rows = gpu_profile.kernels(gpu_profile.launches(profiler), llm.engine.times.num_steps - before)
+    print(f"kernels {name}: {sum(row['us'] for row in rows):.0f} us a step")
+    print(
+        "\n".join(f"  {row['us']:9.1f} us {row['calls']:7.1f} calls  {row['kernel']}" for row in rows[:_SHOWN_KERNELS])
+    )
 
 
 def table(shape: str, name: str, row: dict[str, float]) -> str:
@@ -106,11 +138,13 @@ def run(
     works: Sequence[tuple[str, Workload]],
     drafts: Drafts,
     document: dict[str, Any],
+    *,
+    profile: bool = False,
 ) -> int:
-    """Compare each; print a line each, then one JSON document."""
+    """Compare each; print a line each, then one JSON document. profile: see `compare`."""
     rows = {}
     for name, work in works:
-        rows[name] = compare(engine, work, drafts)
+        rows[name] = compare(engine, work, drafts, profile=profile)
         print(table(shape, name, rows[name]), flush=True)
     print(json.dumps(document | {"drafts": dataclasses.asdict(drafts), "results": rows}))
     return 0

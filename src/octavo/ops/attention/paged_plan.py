@@ -304,7 +304,7 @@ class Planner:
         lines, num_pairs = power_of_two(max_queries * heads.group), num_rows * heads.num_kv_heads
         leaf_size = heads.num_kv_heads * lines * (heads.padded + 2)
         capacity = min(num_rows * max_leaves, self._scratch.capacity(leaf_size))
-        self._scratch.reserve(capacity, leaf_size, num_pairs, for_capture=for_capture)
+        self._scratch.reserve(capacity, leaf_size, num_pairs * max_queries, for_capture=for_capture)
         merges = max_leaves > _FOLDS
         is_few = num_pairs * _FEW_PAIRS <= self._processors and self._dtype != torch.float32 and heads.padded <= 128
         if is_few and capacity == num_rows * max_leaves and not merges:

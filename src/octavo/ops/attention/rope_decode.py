@@ -1,4 +1,4 @@
-"""Rotation, store and attention of decoding or verifying rows in one kernel on a GPU: which of three, and whether any.
+"""Rotation, store and attention of decoding or verifying rows in one kernel on a GPU: which of four, and whether any.
 
 Owns that choice. Does not know layers or steps: whoever calls it knows that no row reads what another one stores.
 Invariant: the bits are those of `octavo.ops.rope.qk_norm_rope_store` and `octavo.ops.attention.paged`, one behind the
@@ -6,6 +6,8 @@ other.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,11 +61,23 @@ def fused_rope_decode(
     stores in the same call.
     """
     rows = (query_start, seq_lens, block_table)
+    options: dict[str, Any] = {"mask_spec": mask_spec, "plan": plan, "scratch": scratch}
     if plan.rows is not None and plan.rows.max_leaves and plan.rows.single:
         from octavo.ops.attention import rope_decode_kernel  # needs Gluon
 
-        rope_decode_kernel.fused_rope_decode(
-            projected, rotation, kv, *rows, out, mask_spec=mask_spec, plan=plan, scratch=scratch
-        )
+        rope_decode_kernel.fused_rope_decode(projected, rotation, kv, *rows, out, **options)
+    elif plan.rows is not None and plan.rows.max_leaves and verifies_in_columns(out, mask_spec, kv):
+        from octavo.ops.attention import rope_verify_kernel  # needs Gluon
+
+        rope_verify_kernel.fused_rope_decode(projected, rotation, kv, *rows, out, **options)
     else:
-        paged_attention(projected, kv, *rows, out, mask_spec=mask_spec, plan=plan, scratch=scratch, rotation=rotation)
+        paged_attention(projected, kv, *rows, out, rotation=rotation, **options)
+
+
+def verifies_in_columns(out: Tensor, mask_spec: MaskSpec, kv: Tensor) -> bool:
+    """Whether rows of several queries run in programs of up to 8 of their heads: else a tile holds a KV head's all."""
+    if kv.device.type != "cuda":
+        return False
+    from octavo.ops.attention import rope_decode_kernel  # needs Gluon
+
+    return rope_decode_kernel.serves(Heads(out.shape[1], kv.shape[1], out.shape[2]), mask_spec, kv)

@@ -33,15 +33,16 @@ from octavo.ops.compile.repeated_rows import repeated
 from octavo.ops.rope import Rotation
 from octavo.ops.rope.heads import rope_heads
 
-_HALF = gl.constexpr(256)  # tokens that are in shared memory
-_HEAD = 128
+HALF = gl.constexpr(256)  # tokens that are in shared memory
+HEAD_SIZE = 128
 _MAX_GROUP = 7  # its queries and K have a line of a matrix instruction each
 WARPS = 4
 LOG2_E = math.log2(math.e)
-_S = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
-_LEFT, _RIGHT = gl.constexpr(gl.DotOperandLayout(0, _S.value, 2)), gl.constexpr(gl.DotOperandLayout(1, _S.value, 2))
-_COLUMN, _LINE = gl.constexpr(gl.SliceLayout(0, _S.value)), gl.constexpr(gl.SliceLayout(1, _S.value))
-# [tile, tile, line]: all tiles in each thread, lines as in `_S`
+SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, SCORES.value, 2))
+RIGHT = gl.constexpr(gl.DotOperandLayout(1, SCORES.value, 2))
+COLUMN, LINE = gl.constexpr(gl.SliceLayout(0, SCORES.value)), gl.constexpr(gl.SliceLayout(1, SCORES.value))
+# [tile, tile, line]: all tiles in each thread, lines as in `SCORES`
 _ALL = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0]],
@@ -61,31 +62,31 @@ _LINES = gl.constexpr(
         [64, 128],
     )
 )
-_PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 lines of a tile
+PIECE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 lines of a tile
 _WIDE = gl.constexpr(gl.BlockedLayout([1, 1], [1, 32], [1, 4], [1, 0]))
-_SWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
-_PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+SWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
-def _length(row, query_start, seq_lens):
+def row_length(row, query_start, seq_lens):
     """Tokens of a row; 0 if it has no query."""
     there = gl.load(query_start + row + 1) > gl.load(query_start + row)
     return gl.where(there, gl.load(seq_lens + row), 0)
 
 
 @gluon.jit
-def _busy(place, limit, num_pairs, query_start, seq_lens, KV_HEADS: gl.constexpr):
+def next_busy(place, limit, num_pairs, query_start, seq_lens, KV_HEADS: gl.constexpr):
     """The first of this program's places, from `place` on, at which a row has tokens; none: `limit` or more."""
     while (place < limit) and (
-        leaf_start(place // num_pairs) >= _length(place % num_pairs // KV_HEADS, query_start, seq_lens)
+        leaf_start(place // num_pairs) >= row_length(place % num_pairs // KV_HEADS, query_start, seq_lens)
     ):
         place += gl.num_programs(0)
     return place
 
 
 @gluon.jit
-def _fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max):
+def fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max):
     """As `paged_kernels.fold`; lines are axis 0."""
     top = gl.maximum(total_max, leaf_max)
     keep, add = exp2_from(total_max, top), exp2_from(leaf_max, top)
@@ -102,7 +103,7 @@ def _place(line, token, end, kv_block, kv_token: gl.constexpr, BLOCK: gl.constex
 
 
 @gluon.jit
-def _ask(
+def ask_half(
     ring,
     kv,
     line,
@@ -141,22 +142,22 @@ def _lines(group):
 
 
 @constexpr_function
-def _heads(lines):
+def layout_of_heads(lines):
     """Of halves of heads [lines, 64]: no thread has more than it must."""
     return gl.BlockedLayout([1, lines // 2], [lines // 4, 128 // lines], [4, 1], [1, 0])
 
 
 @gluon.jit
-def _piece_of(ring, token, HEAD: gl.constexpr):
+def piece_of(ring, token, HEAD: gl.constexpr):
     """The 16 lines of a half among which a token's is."""
-    pieces = ring._reinterpret(ring.dtype, [16, 16, HEAD], _SWIZZLED)
+    pieces = ring._reinterpret(ring.dtype, [16, 16, HEAD], SWIZZLED)
     return pieces.index(token // 16 % 4 * 4 + token // 64 % 4)
 
 
 @gluon.jit
-def _tokens():
+def half_tokens():
     """The token of each line of a half's scores: [256, 1]."""
-    j = gl.arange(0, _HALF, _LINE)[:, None]
+    j = gl.arange(0, HALF, LINE)[:, None]
     return j // 16 % 4 * 64 + j // 64 * 16 + j % 16
 
 
@@ -164,7 +165,7 @@ def _tokens():
 def _of_tile(x, tile: gl.constexpr):
     """Line `tile` of x [4, 8]: [8]."""
     index = gl.arange(0, 4, gl.SliceLayout(1, x.type.layout))[:, None]
-    return gl.convert_layout(gl.max(gl.where(index == tile, x, float("-inf")), 0), _COLUMN)
+    return gl.convert_layout(gl.max(gl.where(index == tile, x, float("-inf")), 0), COLUMN)
 
 
 @gluon.jit
@@ -173,7 +174,7 @@ def _weights(scores, leaf_max, score_scale, dtype: gl.constexpr):
 
     As `paged_kernels._step` for one tile after another. Of tokens that are not seen, scores are -inf.
     """
-    tile = gl.arange(0, _HALF, _LINE)[:, None] // 16 % 4
+    tile = gl.arange(0, HALF, LINE)[:, None] // 16 % 4
     tops = gl.max(gl.max(gl.reshape(scores, [4, 4, 16, 8]), 2), 0) * score_scale
     tops = gl.convert_layout(tops, gl.SliceLayout(0, _ALL))[None, :, :]
     # [tile, tile before or itself, line]
@@ -190,50 +191,66 @@ def _weights(scores, leaf_max, score_scale, dtype: gl.constexpr):
 
 
 @gluon.jit
+def sum_half(
+    keys, values, kv, after, scores, seen, score_scale, weights_at, leaf, leaf_sum, leaf_max, kv_token: gl.constexpr,
+    HEAD: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """The online softmax over the tiles of a half, from its scores [256, 8] and what of them is seen.
+
+    `after`: what to ask for when this half is done with; its end is negative where there is nothing.
+    """
+    dtype: gl.constexpr = keys.dtype
+    line, kv_index, start, end, kv_block, kv_head = after
+    if end >= 0:
+        tl.debug_barrier()
+        ask_half(keys, kv, line, kv_index, start, end, kv_block, kv_head, kv_token, HEAD, BLOCK)
+    async_copy.commit_group()
+    scores = gl.where(seen, scores, float("-inf"))
+    weights, keep, top = _weights(scores, leaf_max, score_scale, dtype)
+    weights_at.store(weights)
+    async_copy.wait_group(1)
+    tl.debug_barrier()
+    ones = gl.full([64, 16], 1.0, dtype, LEFT)
+    for tile in gl.static_range(4):
+        rest = _of_tile(keep, tile)[None, :]
+        leaf, leaf_sum = leaf * rest, leaf_sum * rest
+        for piece in gl.static_range(4):
+            w = weights_at.slice(piece * 64 + tile * 16, 16).load(RIGHT)
+            v = values.index(piece).slice(tile * 16, 16).permute((1, 0)).load(LEFT)
+            leaf = mma_v2(v, w, leaf)
+            leaf_sum = mma_v2(ones, w, leaf_sum)
+    if end >= 0:
+        tl.debug_barrier()
+        ask_half(values, kv + HEAD, line, kv_index, start, end, kv_block, kv_head, kv_token, HEAD, BLOCK)
+    async_copy.commit_group()
+    return leaf, leaf_sum, _of_tile(top, 3)
+
+
+@gluon.jit
 def _attend_half(
     keys, values, kv, after, queries, fresh_k, fresh_v, place, limit, score_scale, weights_at, leaf, leaf_sum,
     leaf_max, kv_token: gl.constexpr, HEAD: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
-    """One half, whose K is there: the online softmax over its tiles. `after`: what to ask for when it is done with.
+    """One half, whose K is there. `after`: see `sum_half`.
 
     place: of the newest token, if it is in this half. Its K is in fresh_k [1, HEAD] alone; fresh_v: the lines in shared
     memory among which its V belongs, what they hold, and V.
     """
     dtype: gl.constexpr = queries.dtype
-    whole = keys._reinterpret(dtype, [_HALF, HEAD], _SWIZZLED)
-    scores = mma_v2(whole.load(_LEFT), queries, gl.zeros([_HALF, 8], gl.float32, _S))
-    fresh = gl.broadcast(fresh_k.load(_LEFT), gl.zeros([64, HEAD], dtype, _LEFT))[0]
-    fresh = mma_v2(fresh, queries, gl.zeros([64, 8], gl.float32, _S))
-    if place < _HALF:
+    whole = keys._reinterpret(dtype, [HALF, HEAD], SWIZZLED)
+    scores = mma_v2(whole.load(LEFT), queries, gl.zeros([HALF, 8], gl.float32, SCORES))
+    fresh = gl.broadcast(fresh_k.load(LEFT), gl.zeros([64, HEAD], dtype, LEFT))[0]
+    fresh = mma_v2(fresh, queries, gl.zeros([64, 8], gl.float32, SCORES))
+    if place < HALF:
         lines, old, new = fresh_v
-        is_place = gl.arange(0, 16, gl.SliceLayout(1, _PIECE))[:, None] == place % 16
+        is_place = gl.arange(0, 16, gl.SliceLayout(1, PIECE))[:, None] == place % 16
         lines.store(gl.where(is_place, gl.broadcast(new, old)[0], old))
-    token = _tokens()
+    token = half_tokens()
     scores = gl.where(token == place, repeated(fresh, 4), scores)
-    line, kv_index, start, end, kv_block, kv_head = after
-    if end > 0:
-        tl.debug_barrier()
-        _ask(keys, kv, line, kv_index, start, end, kv_block, kv_head, kv_token, HEAD, BLOCK)
-    async_copy.commit_group()
-    scores = gl.where(token < limit, scores, float("-inf"))
-    weights, keep, top = _weights(scores, leaf_max, score_scale, dtype)
-    weights_at.store(weights)
-    async_copy.wait_group(1)
-    tl.debug_barrier()
-    ones = gl.full([64, 16], 1.0, dtype, _LEFT)
-    for tile in gl.static_range(4):
-        rest = _of_tile(keep, tile)[None, :]
-        leaf, leaf_sum = leaf * rest, leaf_sum * rest
-        for piece in gl.static_range(4):
-            w = weights_at.slice(piece * 64 + tile * 16, 16).load(_RIGHT)
-            v = values.index(piece).slice(tile * 16, 16).permute((1, 0)).load(_LEFT)
-            leaf = mma_v2(v, w, leaf)
-            leaf_sum = mma_v2(ones, w, leaf_sum)
-    if end > 0:
-        tl.debug_barrier()
-        _ask(values, kv + HEAD, line, kv_index, start, end, kv_block, kv_head, kv_token, HEAD, BLOCK)
-    async_copy.commit_group()
-    return leaf, leaf_sum, _of_tile(top, 3)
+    return sum_half(
+        keys, values, kv, after, scores, token < limit, score_scale, weights_at, leaf, leaf_sum, leaf_max, kv_token,
+        HEAD, BLOCK,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -254,7 +271,7 @@ def _fold_stored(parts, stats, leaves, LINES: gl.constexpr, HEAD: gl.constexpr, 
                 gl.load(stats + at * (2 * LINES) + line, mask=there, other=float("-inf"), cache_modifier=".cg"),
             )
         for step in gl.static_range(GATHER):
-            total, total_sum, total_max = _fold(
+            total, total_sum, total_max = fold(
                 total, total_sum, total_max, loaded[3 * step], loaded[3 * step + 1], loaded[3 * step + 2]
             )
     return total, total_sum, total_max
@@ -277,7 +294,7 @@ def _finish(
     GATHER: gl.constexpr,
 ):
     """Write a row's results, if its leaf is all of it or the last to be there; else leave the leaf to others."""
-    channel, line = gl.arange(0, HEAD, _LINE)[:, None], gl.arange(0, 8, _COLUMN)
+    channel, line = gl.arange(0, HEAD, LINE)[:, None], gl.arange(0, 8, COLUMN)
     if leaves == 1:
         add = exp2_from(leaf_max, leaf_max)[None, :]
         whole_sum = leaf_sum * add
@@ -288,7 +305,7 @@ def _finish(
         gl.store(at, leaf, mask=(line < GROUP)[None, :])
         at = stats + index * (2 * LINES) + line
         gl.store(at, leaf_max, mask=line < GROUP)
-        first = gl.arange(0, 64, _LINE)[:, None]
+        first = gl.arange(0, 64, LINE)[:, None]
         gl.store(at[None, :] + LINES + first * 0, leaf_sum, mask=(line < GROUP)[None, :] & (first == 0))
         tl.debug_barrier()
         before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
@@ -313,67 +330,67 @@ def _rotate_and_attend(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     dtype: gl.constexpr = out.dtype.element_ty
-    keys = gl.allocate_shared_memory(dtype, [4, 64, HEAD], _SWIZZLED)
-    values = gl.allocate_shared_memory(dtype, [4, 64, HEAD], _SWIZZLED)
-    rotated = gl.allocate_shared_memory(dtype, [8, HEAD], _SWIZZLED)
-    heads = gl.allocate_shared_memory(dtype, [8, HEAD], _PLAIN)
-    weights_at = gl.allocate_shared_memory(dtype, [_HALF, 8], _PLAIN)
+    keys = gl.allocate_shared_memory(dtype, [4, 64, HEAD], SWIZZLED)
+    values = gl.allocate_shared_memory(dtype, [4, 64, HEAD], SWIZZLED)
+    rotated = gl.allocate_shared_memory(dtype, [8, HEAD], SWIZZLED)
+    heads = gl.allocate_shared_memory(dtype, [8, HEAD], PLAIN)
+    weights_at = gl.allocate_shared_memory(dtype, [HALF, 8], PLAIN)
     num_pairs, place = num_rows * KV_HEADS, gl.program_id(0)
     longest = 0
     for row in range(num_rows):
-        longest = gl.maximum(longest, _length(row, query_start, seq_lens))
+        longest = gl.maximum(longest, row_length(row, query_start, seq_lens))
     limit = gl.where(longest > 0, leaf_of(longest - 1) + 1, 0) * num_pairs
-    place = _busy(place, limit, num_pairs, query_start, seq_lens, KV_HEADS)
+    place = next_busy(place, limit, num_pairs, query_start, seq_lens, KV_HEADS)
     start = leaf_start(place // num_pairs)
     if place < limit:
         row = place % num_pairs // KV_HEADS
-        end = _length(row, query_start, seq_lens) - 1
+        end = row_length(row, query_start, seq_lens) - 1
         line = table + row.to(gl.int64) * table_row
-        _ask(keys, kv, line, place % KV_HEADS, start, end, kv_block, kv_head, kv_token, HEAD, BLOCK)
+        ask_half(keys, kv, line, place % KV_HEADS, start, end, kv_block, kv_head, kv_token, HEAD, BLOCK)
         async_copy.commit_group()
-        _ask(values, kv + HEAD, line, place % KV_HEADS, start, end, kv_block, kv_head, kv_token, HEAD, BLOCK)
+        ask_half(values, kv + HEAD, line, place % KV_HEADS, start, end, kv_block, kv_head, kv_token, HEAD, BLOCK)
         async_copy.commit_group()
     elif PDL and gl.program_id(0) == 0:  # the kernel does not end before the one ahead
         tl.extra.cuda.gdc_wait()
     USED: gl.constexpr = _lines(GROUP)  # of the lines of a matrix instruction
-    HEADS: gl.constexpr = _heads(USED)
+    HEADS: gl.constexpr = layout_of_heads(USED)
     channel = gl.arange(0, HEAD // 2, gl.SliceLayout(0, HEADS))
     head = gl.arange(0, USED, gl.SliceLayout(1, HEADS))[:, None]  # of Q in the group, then that of K
     weights = (channel, channel)
     if NORM:
         norm = gl.where(head == GROUP, k_norm, q_norm) + channel[None, :]
         weights = (gl.load(norm), gl.load(norm + HEAD // 2))
-    leaf = gl.zeros([HEAD, 8], gl.float32, _S)
-    leaf_sum = gl.zeros([64, 8], gl.float32, _S)
-    leaf_max = gl.full([8], float("-inf"), gl.float32, _COLUMN)
+    leaf = gl.zeros([HEAD, 8], gl.float32, SCORES)
+    leaf_sum = gl.zeros([64, 8], gl.float32, SCORES)
+    leaf_max = gl.full([8], float("-inf"), gl.float32, COLUMN)
     while place < limit:
         pair = place % num_pairs
         row, kv_index, index = pair // KV_HEADS, pair % KV_HEADS, place // num_pairs
-        seq_len = _length(row, query_start, seq_lens)
+        seq_len = row_length(row, query_start, seq_lens)
         leaf_end = gl.minimum(leaf_start(index + 1), seq_len)
         token = gl.load(query_start + row).to(gl.int64)
         angles = cos_sin + gl.load(positions + token).to(gl.int64) * HEAD
         cosine, sine = gl.load(angles + channel)[None, :], gl.load(angles + HEAD // 2 + channel)[None, :]
         slot = gl.load(slots + token).to(gl.int64)
         # What comes next.
-        is_done = start + _HALF >= leaf_end
+        is_done = start + HALF >= leaf_end
         next_place = gl.where(is_done, place + gl.num_programs(0), place)
-        next_place = _busy(next_place, limit, num_pairs, query_start, seq_lens, KV_HEADS)
-        next_start = gl.where(is_done, leaf_start(next_place // num_pairs), start + _HALF)
+        next_place = next_busy(next_place, limit, num_pairs, query_start, seq_lens, KV_HEADS)
+        next_start = gl.where(is_done, leaf_start(next_place // num_pairs), start + HALF)
         next_row = next_place % num_pairs // KV_HEADS
         next_end = 0
         if next_place < limit:
-            next_end = _length(next_row, query_start, seq_lens)
+            next_end = row_length(next_row, query_start, seq_lens)
         next_line = table + next_row.to(gl.int64) * table_row
         after = (next_line, next_place % KV_HEADS, next_start, next_end - 1, kv_block, kv_head)
         is_new = seq_len <= leaf_end
         newest = gl.where(is_new, seq_len - 1 - start, 1 << 20)
-        of_newest = _piece_of(values, newest, HEAD)
-        old_v = gl.zeros([16, HEAD], dtype, _PIECE)
-        if newest < _HALF:  # V, and so K, is there: its place in V is filled while scores are on their way
+        of_newest = piece_of(values, newest, HEAD)
+        old_v = gl.zeros([16, HEAD], dtype, PIECE)
+        if newest < HALF:  # V, and so K, is there: its place in V is filled while scores are on their way
             async_copy.wait_group(0)
             tl.debug_barrier()
-            old_v = of_newest.load(_PIECE)
+            old_v = of_newest.load(PIECE)
         tl.debug_barrier()
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -382,7 +399,7 @@ def _rotate_and_attend(
         of_heads = gl.where(head == GROUP, KV_HEADS * GROUP + kv_index, kv_index * GROUP + head) * HEAD
         at = source + of_heads + channel[None, :]
         low, high = gl.load(at, mask=head <= GROUP, other=0.0), gl.load(at + HEAD // 2, mask=head <= GROUP, other=0.0)
-        whole = gl.arange(0, HEAD, gl.SliceLayout(0, _PIECE))[None, :]
+        whole = gl.arange(0, HEAD, gl.SliceLayout(0, PIECE))[None, :]
         new_v = gl.load(source + (KV_HEADS * (GROUP + 1) + kv_index) * HEAD + whole)
         both = rope_heads(low, high, weights, cosine, sine, eps, LEVELS, NORM)
         if USED < 8:  # the others are zeros
@@ -391,14 +408,14 @@ def _rotate_and_attend(
         heads.store(both)
         async_copy.wait_group(1)
         tl.debug_barrier()
-        queries, fresh_k = rotated.permute((1, 0)).load(_RIGHT), heads.slice(GROUP, 1)
+        queries, fresh_k = rotated.permute((1, 0)).load(RIGHT), heads.slice(GROUP, 1)
         leaf, leaf_sum, leaf_max = _attend_half(
             keys, values, kv, after, queries, fresh_k, (of_newest, old_v, new_v), newest, leaf_end - start, score_scale,
             weights_at, leaf, leaf_sum, leaf_max, kv_token, HEAD, BLOCK,
         )  # fmt: skip
         if is_new & is_done & (slot >= 0):
             stored = kv + (slot // BLOCK * kv_block + kv_index * kv_head + slot % BLOCK * kv_token) + whole
-            gl.store(stored, fresh_k.load(_PIECE))
+            gl.store(stored, fresh_k.load(PIECE))
             gl.store(stored + HEAD, new_v)
         if is_done:
             leaves = leaf_of(seq_len - 1) + 1
@@ -418,9 +435,9 @@ def _rotate_and_attend(
                 HEAD,
                 GATHER,
             )
-            leaf = gl.zeros([HEAD, 8], gl.float32, _S)
-            leaf_sum = gl.zeros([64, 8], gl.float32, _S)
-            leaf_max = gl.full([8], float("-inf"), gl.float32, _COLUMN)
+            leaf = gl.zeros([HEAD, 8], gl.float32, SCORES)
+            leaf_sum = gl.zeros([64, 8], gl.float32, SCORES)
+            leaf_max = gl.full([8], float("-inf"), gl.float32, COLUMN)
         place, start = next_place, next_start
 
 
@@ -430,7 +447,8 @@ _SHARED_BYTES = 140 << 10  # that a program takes, at most
 def serves(heads: Heads, mask_spec: MaskSpec, kv: Tensor) -> bool:
     """Whether few rows may run here: of heads of 128 that see all before them."""
     is_plain = not mask_spec.reach and mask_spec.causal and not mask_spec.soft_cap
-    return is_plain and heads.size == _HEAD and heads.group <= _MAX_GROUP and kv.dtype == torch.bfloat16 and _takes(kv)
+    fits = heads.size == HEAD_SIZE and heads.group <= _MAX_GROUP and kv.dtype == torch.bfloat16
+    return is_plain and fits and _takes(kv)
 
 
 def _takes(kv: Tensor) -> bool:
@@ -455,9 +473,9 @@ def fused_rope_decode(
     """See `octavo.ops.attention.rope_decode.fused_rope_decode`; all tensors of channels are bfloat16."""
     rows, (_, kv_heads, block_size, _) = plan.rows, kv.shape
     assert rows is not None, "rows are few"
-    assert projected.stride(1) == out.stride(2) == kv.stride(3) == 1 and out.stride(1) == _HEAD, "last axes"
+    assert projected.stride(1) == out.stride(2) == kv.stride(3) == 1 and out.stride(1) == HEAD_SIZE, "last axes"
     group, norm = out.shape[1] // kv_heads, rotation.q_norm
-    parts = scratch.parts(plan.capacity * kv_heads, rows.lines, _HEAD)
+    parts = scratch.parts(plan.capacity * kv_heads, rows.lines, HEAD_SIZE)
     programs = min(rows.num_rows * kv_heads * rows.max_leaves, num_processors(kv.device))
     _rotate_and_attend[(programs,)](
         projected, rotation.positions, rotation.cos_sin, rotation.cos_sin if norm is None else norm,
@@ -465,6 +483,6 @@ def fused_rope_decode(
         seq_lens, block_table, *parts, projected.stride(0), out.stride(0), kv.stride(0), kv.stride(1),
         block_table.stride(0), rotation.eps, mask_spec.scale * LOG2_E, rows.num_rows, rows.max_leaves,
         kv_token=kv.stride(2), KV_HEADS=kv_heads, GROUP=group, LINES=rows.lines,
-        HEAD=_HEAD, LEVELS=6, BLOCK=block_size, NORM=norm is not None, GATHER=4, num_warps=WARPS,
+        HEAD=HEAD_SIZE, LEVELS=6, BLOCK=block_size, NORM=norm is not None, GATHER=4, num_warps=WARPS,
         enable_fp_fusion=False, **chained(kv.device),
     )  # fmt: skip

@@ -15,17 +15,20 @@ _S = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1]
 
 
 @constexpr_function
-def _stack(times):
-    """Of [times, 64, 8]: `_S`, once it is seen as 64 * times lines."""
-    registers = [[0, 0, 1], [0, 8, 0], *[[1 << i, 0, 0] for i in range(times.bit_length() - 1)]]
+def _stack(times, lines):
+    """Of [times, lines, 8]: `_S`, once it is seen as lines * times lines. Of 16 lines, each warp has all."""
+    warps = [[0, 16, 0], [0, 32, 0]] if lines == 64 else [[1, 0, 0], [2, 0, 0]]
+    first = 0 if lines == 64 else 2  # of the times, which registers tell apart
+    registers = [[0, 0, 1], [0, 8, 0], *[[1 << i, 0, 0] for i in range(first, times.bit_length() - 1)]]
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 16, 0], [0, 32, 0]], [], [times, 64, 8])
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [times, lines, 8])
 
 
 @gluon.jit
 def repeated(x, TIMES: gl.constexpr):
-    """x [64, 8] again and again: [64 * TIMES, 8]."""
-    deep: gl.constexpr = _stack(TIMES)
+    """x [16 or 64, 8] again and again: [its lines * TIMES, 8]; at least 64 of them."""
+    LINES: gl.constexpr = x.shape[0]
+    deep: gl.constexpr = _stack(TIMES, LINES)
     x = gl.convert_layout(x, gl.SliceLayout(0, deep), assert_trivial=True)[None, :, :]
-    x = gl.broadcast(x, gl.zeros([TIMES, 64, 8], x.dtype, deep))[0]
-    return gl.convert_layout(gl.reshape(x, [64 * TIMES, 8]), _S, assert_trivial=True)
+    x = gl.broadcast(x, gl.zeros([TIMES, LINES, 8], x.dtype, deep))[0]
+    return gl.convert_layout(gl.reshape(x, [LINES * TIMES, 8]), _S, assert_trivial=True)

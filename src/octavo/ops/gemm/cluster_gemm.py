@@ -43,6 +43,7 @@ _FEWEST_BLOCKS = 96  # that read longer ones at the memory's pace; fewer, where 
 _FEWEST_OF_ALL, _FEW_ELEMENTS = 64, 3 << 17
 _WHOLE_ROWS = 96  # that are not divided for such blocks' sake: the library is faster
 MIN_ROWS, MAX_ROWS = 5, 512  # fewer are `skinny_gemm`'; beyond, only gates and ups have tiles
+MIN_ROWS_LONG = 2  # by weights of a longer K than `_SHORT`
 # Over these clusters walk, in bands of some 2,048 rows, which the L2 holds.
 WALKED = tuple(Tile(2, width, second_shared=2, band=2048 // width) for width in (256, 192, 128))
 _LEAST_WALKED_K = 512  # a tile's results are on their way while the next one begins
@@ -91,7 +92,8 @@ def tile_for(num_rows: int, n: int, k: int, gated: bool) -> Tile | None:
     """
     if num_rows > MAX_ROWS:
         return _walked_for(num_rows, n) if gated and _may_walk(n, k) else None
-    return _tile_for(_round_up(num_rows), n, k, gated) if num_rows >= MIN_ROWS else None
+    least = MIN_ROWS_LONG if k > _SHORT else MIN_ROWS
+    return _tile_for(_round_up(num_rows), n, k, gated) if num_rows >= least else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -165,7 +167,7 @@ def serves(
         return False
     weights = _Kind(x.dtype, activation), x.device, n, k
     _met[weights] = None
-    if num_rows < MIN_ROWS:
+    if num_rows < MIN_ROWS_LONG:
         return False
     steps = 2 * x.stride(0) | x.data_ptr() | weight.data_ptr()
     for beside in (out, residual):

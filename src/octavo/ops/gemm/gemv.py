@@ -280,12 +280,17 @@ def serves(
         return False
     if not has_room(x.device, 2 * _MAX_BYTES):
         return False
-    processors, streams = _device(x.device.index)["multiprocessor_count"], out_dtype != x.dtype
+    processors, streams = num_processors(x.device), out_dtype != x.dtype
     if streams and activation is not None:
         return False
     if tile_for(*weight.shape, normed, activation in GATED_KINDS, processors, streams) is None:
         return False
     return x.data_ptr() % 16 == weight.data_ptr() % 16 == 0  # copies to shared memory are 16 bytes wide
+
+
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    return int(_device(device.index)["multiprocessor_count"])
 
 
 def has_room(device: torch.device, num_bytes: int) -> bool:
@@ -311,8 +316,7 @@ def product(
     """Into out [1, N]: the product of x, normed if there is a norm, through the activation, or plus the residual."""
     (n, k), gated = weight.shape, activation in GATED_KINDS
     padded = padded_length(k)
-    processors = _device(x.device.index)["multiprocessor_count"]
-    tile = tile_for(n, k, norm is not None, gated, processors, out.dtype != x.dtype)
+    tile = tile_for(n, k, norm is not None, gated, num_processors(x.device), out.dtype != x.dtype)
     assert tile is not None, "the shape is served"
     kernel, more = (_streamed, {"STAGES": tile.stages}) if tile.stages else (_product, {"BK": 128})
     warps = tile.warps if tile.stages or norm is None else 4

@@ -36,6 +36,7 @@ _CHECKED_ROWS = (17, 40, 64, 130, 256, 512, 1024)
 _CHECKED_BYTES = 1 << 28  # of one result
 # Of weights [n, k] of one row's products whose own kernel streams them faster: both at least, and n at most.
 _STREAMED, _MOST_STREAMED = 4096, 16384
+_MOST_COLUMNS = 8  # rows that stream weights of more channels
 
 
 class _Here(threading.local):
@@ -114,6 +115,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Ti
             return out if bias is None else out.add_(bias)
         if bias is None and _prefers_library(num_rows, n, k) and _may_use_library(x, weight, out):
             return _library(x, weight, out, may_split=False)
+        if 1 < num_rows <= _MOST_COLUMNS and n > _MOST_STREAMED:
+            from octavo.ops.gemm import streamed_gemm
+
+            if streamed_gemm.serves(x, weight, bias):
+                streamed_gemm.product(x, weight, out)
+                return out
         if num_rows == 1 and min(n, k) >= _STREAMED and n <= _MOST_STREAMED:
             from octavo.ops.gemm import gemv
 

@@ -19,7 +19,7 @@ from octavo.ops.activation import GATED_KINDS, SQUARED_RELU
 from octavo.ops.activation.gpu import gated_value, squared_value
 from octavo.ops.compile.launch import begin_after, chained, launched
 from octavo.ops.compile.row_sum import padded_length
-from octavo.ops.gemm import gemv, held_gemm
+from octavo.ops.gemm import cluster_gemm, gemv, held_gemm, streamed_gemm
 from octavo.ops.gemm import gpu as matmul
 from octavo.ops.gemm.kernels import add_last
 from octavo.ops.norm.gpu import inverse_norm
@@ -107,9 +107,17 @@ def serves(
 
     out_dtype: of the product; None: x's.
     """
+    if out_dtype == torch.float32 and streamed_gemm.serves(x, weight, bias):
+        return False  # a head's programs would norm the rows again and again
     if _serves_few(x.shape[0], x.dtype, weight):
-        return True
+        return bias is not None or out_dtype not in (None, x.dtype) or not _clusters(x, weight, activation)
     return out_dtype in (None, x.dtype) and held_gemm.serves(x, weight, bias, activation, normed=normed)
+
+
+def _clusters(x: Tensor, weight: Tensor, activation: str | None) -> bool:
+    """Whether a kernel beside the norm is faster: of long weights, which it streams better."""
+    has_tile = cluster_gemm.tile_for(x.shape[0], *weight.shape, activation is not None) is not None
+    return has_tile and cluster_gemm.serves(x, weight, None, activation)
 
 
 def _serves_few(num_rows: int, dtype: torch.dtype, weight: Tensor) -> bool:
