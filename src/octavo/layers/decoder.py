@@ -49,6 +49,8 @@ class Decoder:
             return self._whole(x, positions, [table.inputs for table in context.tables], context.logit_tokens)
         residual: torch.Tensor | None = None
         for layer, operators in enumerate(self._operators(context), self._first):
+            if context.arrivals:
+                context.arrivals.before(layer)
             context.taps.keep(layer, x, residual)
             for run in operators:
                 x, residual = run(x, residual, context)
