@@ -56,7 +56,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "rl.transport.group",
             "rl.transport.nccl",
         },
-        {"torch", "numpy", "msgspec", "xxhash", "nixl_cu12", "mooncake", "lmcache"},
+        {"torch", "numpy", "msgspec", "xxhash", "mooncake", "lmcache"},
     ),
     "sched": ({"words", "kv_connector"}, {"numpy", "msgspec"}),
     "cache": ({"words"}, {"torch", "numpy"}),
