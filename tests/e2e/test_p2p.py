@@ -343,7 +343,7 @@ def test_an_address_that_nobody_reaches_is_refused():
 
 def test_N_a_missing_library_is_refused_with_the_line_that_installs_it(make_llm: Make, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None)
-    with pytest.raises(ConfigError, match=r"needs the library nixl-cu12; pip install 'octavo\[nixl\]'"):
+    with pytest.raises(ConfigError, match=r"needs the library nixl-cu12 or nixl-cu13; pip install 'octavo\[nixl\]'"):
         make_kind(read_kv_transfer(p2p("kv_both", kv_connector="NixlConnector")))
 
 

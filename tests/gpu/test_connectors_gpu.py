@@ -20,8 +20,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from octavo import LLM
+from octavo.kv_connector.orders import Order
 from octavo.kv_connector.worker import cache_bytes
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
+from octavo.kv_connector.worker.mover import Mover
 from octavo.ops.copying import can_copy_pieces
 from peer_engine import peer
 from test_p2p import LONG, PARAMS, PROMPTS, WAYS, bits, need_library, p2p, until_idle, with_transfer
@@ -97,14 +99,14 @@ def test_T_2_T_3_N_5_one_gpus_blocks_pass_into_blocks_of_another_size(name: str,
 @pytest.mark.parametrize("pages", [1, 5])
 @pytest.mark.parametrize("way", ["pieces", "staged"])
 def test_O_1_blocks_cross_the_bus_whole(way: str, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than one call orders, or are staged at once, by two threads' turns; no other byte changes."""
+    """More of them than are under way, or staged, at once, by two threads' turns; no other byte changes."""
     if way == "pieces" and not can_copy_pieces(torch.device("cuda")):
         pytest.skip("the driver takes no copies in batches")
     monkeypatch.setattr(cache_bytes, "_LEAST_PIECE", 1 if way == "pieces" else 1 << 40)
-    monkeypatch.setattr(cache_bytes, "_MAX_AHEAD", 300)
     data = torch.randint(256, (pages, 300, 4096), dtype=torch.uint8, device="cuda")
     monkeypatch.setattr(cache_bytes, "_STAGING_BYTES", 32 * pages * 4096)
-    cache, before = CacheBytes(data, 1 << 30), data.clone()
+    monkeypatch.setattr(cache_bytes, "_WINDOW_BYTES", 50 * 4096)
+    cache, before = CacheBytes(data, 1 << 30, computes=lambda: True), data.clone()
     memory = cache.host_memory(200, cache.block_bytes)
     blocks, places = (np.random.default_rng(1).permutation(n)[:180].tolist() for n in (300, 200))
     rows = [memory[place] for place in places]
@@ -134,3 +136,60 @@ def test_O_1_C_13_blocks_from_host_memory_give_the_bits_of_computing(
             until_idle(llm)
             assert llm.reset_prefix_cache()
         assert llm.engine.scheduler.stats().num_loaded_tokens
+
+
+@pytest.mark.parametrize("pages", [1, 5])
+def test_O_2_layers_wait_for_their_pages(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And for all pages before them: what a stream does behind its wait reads them, though no thread waits."""
+    if not can_copy_pieces(torch.device("cuda")):
+        pytest.skip("the driver takes no copies in batches")
+    monkeypatch.setattr(cache_bytes, "_LAYER_BYTES", 1)
+    data = torch.randint(256, (pages, 300, 1 << 18), dtype=torch.uint8, device="cuda")
+    cache, before = CacheBytes(data, 1 << 30, list(data)), data.clone()
+    memory = cache.host_memory(200, cache.block_bytes)
+    blocks, places = (np.random.default_rng(1).permutation(n)[:180].tolist() for n in (300, 200))
+    rows = [memory[place] for place in places]
+    cache.read(blocks, rows)
+    for _ in range(3):
+        data[:, blocks] = 255
+        torch.cuda.synchronize()
+        arrivals = cache.bring(blocks, rows)
+        assert arrivals
+        found = []
+        for layer in range(pages):
+            arrivals.before(layer)
+            found.append(data[layer].clone())
+        arrivals.before_all()
+        assert torch.equal(torch.stack(found)[:, blocks], before[:, blocks]) and torch.equal(data, before)
+        torch.cuda.synchronize()
+        assert arrivals.have_come() and arrivals.seconds > 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+def test_C_13_a_request_alone_is_computed_behind_its_load(
+    layout: str, drafts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_bytes, "_LEAST_PIECE", 1)
+    began, begin_now = list[bool](), Mover.begin_now
+
+    def noted(mover: Mover, order: Order) -> bool:
+        began.append(begin_now(mover, order))
+        return began[-1]
+
+    monkeypatch.setattr(Mover, "begin_now", noted)
+    fields = {**FIELDS, "kv_cache_layout": layout}
+    if drafts:
+        fields["speculative_config"] = {"method": "eagle3", "model": "octavo-tiny-eagle3"}
+    prompts = [*LONG, list(range(100, 356))]  # the last one is whole blocks
+    with LLM(**fields) as alone:
+        expected = [bits(alone.generate([prompt], PARAMS)) for prompt in prompts]
+    extra = {"kv_connector": "host", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": "64M"}}
+    with LLM(**fields, kv_transfer_config=extra) as llm:
+        for turn in range(3):
+            for prompt, own in zip(prompts, expected, strict=True):
+                assert bits(llm.generate([prompt], PARAMS)) == own, turn
+                until_idle(llm)
+            assert llm.reset_prefix_cache()
+        assert len(began) >= 4 and all(began), "of the two prompts that have a whole block, twice"
+        assert not llm.engine.scheduler.stats().num_load_failures

@@ -46,8 +46,17 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     # the scheduler's halves, and the messages to the worker's: no torch
     "kv_connector": ({"words", "kv_connector.worker"}, {"msgspec", "numpy", "xxhash"}),
     "kv_connector.worker": (
-        {"words", "kv_connector", "ops.copying", "rl.transport.gloo", "rl.transport.group", "rl.transport.nccl"},
-        {"torch", "numpy", "msgspec", "xxhash", "nixl_cu12", "mooncake", "lmcache"},
+        {
+            "words",
+            "kv_connector",
+            "ops.arrivals",
+            "ops.copying",
+            "ops.windows",
+            "rl.transport.gloo",
+            "rl.transport.group",
+            "rl.transport.nccl",
+        },
+        {"torch", "numpy", "msgspec", "xxhash", "mooncake", "lmcache"},
     ),
     "sched": ({"words", "kv_connector"}, {"numpy", "msgspec"}),
     "cache": ({"words"}, {"torch", "numpy"}),

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from octavo.cache.layout import LAYOUTS
 from octavo.cache.pool import KVCachePool
 from octavo.kv_connector.orders import Order
 from octavo.kv_connector.worker import cache_bytes, host_memory
-from octavo.kv_connector.worker.cache_bytes import CacheBytes, joined, parts_of
+from octavo.kv_connector.worker.cache_bytes import CacheBytes, joined
 from octavo.kv_connector.worker.mover import Job
 from octavo.ops import copying
 
@@ -95,8 +94,10 @@ class _Bus:
 
     def __init__(self, *_: object, **__: object) -> None:
         self._ordered: list[tuple[int, int, int]] = []
+        self._num_made = 0
         self._bound = threading.local()  # by torch's calls, never by the driver's
         self.sizes: list[int] = []  # pieces of each call
+        self.waits: list[tuple[int, int]] = []  # calls that there were, and pieces that were waited for
 
     def query(self) -> None:
         self._bound.is_here = True
@@ -108,12 +109,42 @@ class _Bus:
         self._ordered += [(int(a), int(b), num_bytes) for a, b in zip(targets, sources, strict=True)]
 
     def synchronize(self) -> None:
-        ordered, self._ordered = self._ordered, []
-        for target, source, num_bytes in ordered:
-            ctypes.memmove(target, source, num_bytes)
+        self.wait_for(len(self._ordered))
 
-    def event(self, **_: object) -> SimpleNamespace:
-        return SimpleNamespace(record=lambda stream: None, synchronize=self.synchronize)
+    def wait_for(self, count: int) -> None:
+        """The first `count` copies since the start are made."""
+        self.waits.append((len(self.sizes), count))
+        for target, source, num_bytes in self._ordered[self._num_made : count]:
+            ctypes.memmove(target, source, num_bytes)
+        self._num_made = max(self._num_made, count)
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._ordered) - self._num_made
+
+    def event(self, **_: object) -> _Event:
+        return _Event(self)
+
+
+class _Event:
+    """Of such a bus: a stream that waits for it waits at once."""
+
+    def __init__(self, bus: _Bus) -> None:
+        self._bus, self._count = bus, 0
+
+    def record(self, stream: object) -> None:
+        self._count = len(self._bus._ordered)
+
+    def query(self) -> bool:
+        return self._bus._num_made >= self._count
+
+    def synchronize(self) -> None:
+        self._bus.wait_for(self._count)
+
+    wait = synchronize
+
+    def elapsed_time(self, end: _Event) -> float:
+        return float(end._count - self._count)
 
 
 @pytest.fixture
@@ -126,7 +157,6 @@ def bus(monkeypatch: pytest.MonkeyPatch) -> _Bus:
         monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
     monkeypatch.setattr(cache_bytes, "can_copy_pieces", lambda device: True)
     monkeypatch.setattr(cache_bytes, "copy_pieces", own.order)
-    monkeypatch.setattr(cache_bytes, "_FIRST_PIECES", 2)
     return own
 
 
@@ -139,7 +169,8 @@ def test_O_1_what_crosses_the_bus_in_pieces_or_gathered_is_each_block(layout, le
     pool = make_pool(layout, 2)
     cache = CacheBytes(pool.data, 1 << 30)
     monkeypatch.setattr(cache_bytes, "_STAGING_BYTES", 2 * cache.block_bytes)
-    lanes = [cache_bytes._Lane(cache) for _ in range(2)]
+    monkeypatch.setattr(cache_bytes, "_WINDOW_BYTES", 4 * cache.page_bytes)
+    lanes = [cache_bytes._Lane(cache, 1.0, bool) for _ in range(2)]
     blocks, places = [8, 1, 5, 2, 6], [3, 0, 4, 5, 1]
     expected, memory = cache.host_memory(5, cache.block_bytes), cache.host_memory(6, cache.block_bytes).fill_(7)
     cache.read(blocks, list(expected))
@@ -150,7 +181,7 @@ def test_O_1_what_crosses_the_bus_in_pieces_or_gathered_is_each_block(layout, le
     lanes[1].run(blocks, [memory[place] for place in places], to_cache=True)
     assert torch.equal(pool.data, before)
     whole = LAYOUTS[layout].block_outermost
-    assert bus.sizes == (2 * ([2, 3] if whole else [2, 13]) if least == 1 else [])
+    assert bus.sizes == (2 * ([4, 1] if whole else [4, 4, 4, 3]) if least == 1 else [])
     lanes[0].run([], [], to_cache=False)
     pool.data[:, blocks] = 255
     with ThreadPoolExecutor(1) as other:
@@ -159,20 +190,49 @@ def test_O_1_what_crosses_the_bus_in_pieces_or_gathered_is_each_block(layout, le
     assert torch.equal(pool.data, before)
 
 
-def test_copies_begin_with_few_and_do_not_run_far_ahead_of_the_bus(bus, monkeypatch) -> None:
-    monkeypatch.setattr(cache_bytes, "_MAX_PIECES", 8)
-    parts = [(part.start, part.stop) for part in parts_of(20)]
-    assert parts == [(0, 2), (2, 10), (10, 18), (18, 20)]
-    assert list(parts_of(0)) == [] and [part.stop for part in parts_of(2)] == [2]
+def test_few_windows_are_under_way(bus, monkeypatch) -> None:
     monkeypatch.setattr(cache_bytes, "_LEAST_PIECE", 1)
-    monkeypatch.setattr(cache_bytes, "_MAX_AHEAD", 10)
+    monkeypatch.setattr(cache_bytes, "_MAX_WINDOWS", 2)
     pool = make_pool("LBNHC", 1)
-    cache, waits, wait = CacheBytes(pool.data, 1 << 30), list[int](), bus.synchronize
-    monkeypatch.setattr(bus, "synchronize", lambda: waits.append(len(bus.sizes)) or wait())
-    memory = cache.host_memory(8, cache.block_bytes)
-    cache_bytes._Lane(cache).run(range(8), list(memory), to_cache=False)
-    assert bus.sizes == [2, 8, 8, 6] and waits == [2, 4], "ahead of the third call, and at the end"
-    assert torch.equal(memory, cache.gather(range(8)))
+    cache = CacheBytes(pool.data, 1 << 30)
+    monkeypatch.setattr(cache_bytes, "_WINDOW_BYTES", 10 * cache.page_bytes)
+    memory = cache.host_memory(9, cache.block_bytes)
+    cache_bytes._Lane(cache, 1.0, bool).run(range(9), list(memory), to_cache=False)
+    assert bus.sizes == [10, 10, 7] and bus.waits == [(2, 10), (3, 27)], (
+        "for the first ahead of the third, and at the end"
+    )
+    assert torch.equal(memory, cache.gather(range(9)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@torch.inference_mode()
+def test_O_2_a_step_waits_for_each_layers_pages_and_no_others(layout, bus, monkeypatch) -> None:
+    """All copies are ordered at once, in the order of layers; a layer's bytes are there behind its wait."""
+    monkeypatch.setattr(cache_bytes, "_LEAST_PIECE", 1)
+    pool = make_pool(layout, 2)
+    cache = CacheBytes(pool.data, 1 << 30, pool.views)
+    monkeypatch.setattr(cache_bytes, "_LAYER_BYTES", 1)
+    blocks, rows = [8, 1, 5], list(cache.host_memory(3, cache.block_bytes))
+    cache.read(blocks, rows)
+    expected = [pool.block_view(layer)[blocks].clone() for layer in range(3)]
+    before = pool.data.clone()
+    pool.data[:, blocks] = 255
+    lane = cache_bytes._Lane(cache, 0.5, lambda: True)
+    bus.query()  # a thread that issues steps has a context
+    arrivals = lane.bring(blocks, rows, cache._page_of_layer())
+    whole = LAYOUTS[layout].block_outermost
+    assert arrivals and bus.sizes == ([3] if whole else [3, 3, 3]) and not bus.waits and not arrivals.have_come()
+    for layer in range(3):
+        arrivals.before(layer)
+        assert torch.equal(pool.block_view(layer)[blocks], expected[layer])
+        assert bus._num_made == (3 if whole else 3 * (layer + 1))
+    num_waits = len(bus.waits)
+    arrivals.before_all()
+    arrivals.before(7)  # a layer that keeps nothing
+    assert arrivals.have_come() and len(bus.waits) == num_waits and torch.equal(pool.data, before)
+    assert arrivals.seconds == bus._num_made / 1e3
+    with lane._lock:
+        assert lane.bring(blocks, rows, [0] * 3) is None, "another transfer is being ordered"
 
 
 @torch.inference_mode()
@@ -182,16 +242,22 @@ def test_an_order_that_fails_leaves_no_copy_on_its_way(bus, monkeypatch) -> None
     pool, order = make_pool("LBNHC", 1), bus.order
 
     def fails(*args: object) -> None:
-        if bus.sizes:
+        if len(bus.sizes) % 2:
             raise RuntimeError("the driver failed")
         order(*args)
 
     monkeypatch.setattr(cache_bytes, "copy_pieces", fails)
     cache = CacheBytes(pool.data, 1 << 30)
-    rows = list(cache.host_memory(4, cache.block_bytes))
+    monkeypatch.setattr(cache_bytes, "_WINDOW_BYTES", 2 * cache.page_bytes)
+    monkeypatch.setattr(cache_bytes, "_LAYER_BYTES", 1)
+    rows, lane = list(cache.host_memory(4, cache.block_bytes)), cache_bytes._Lane(cache, 1.0, bool)
     with pytest.raises(RuntimeError, match="the driver failed"):
-        cache_bytes._Lane(cache).run([1, 2, 3, 4], rows, to_cache=True)
-    assert bus.sizes == [2] and not bus._ordered
+        lane.run([1, 2, 3, 4], rows, to_cache=True)
+    assert bus.sizes == [2] and not bus.num_under_way
+    bus.sizes.clear()
+    with pytest.raises(RuntimeError, match="the driver failed"):
+        lane.bring([1, 2, 3, 4], rows, [0, 1, 2])
+    assert bus.sizes == [4] and not bus.num_under_way and not lane._lock.locked()
 
 
 def test_a_cpu_has_no_bus() -> None:

@@ -69,7 +69,7 @@ def test_T_1_P_5_every_rank_fetches_its_heads_and_an_offer_ends_when_all_ranks_h
 
 
 def test_T_2_a_block_that_two_batches_need_comes_twice(monkeypatch):
-    monkeypatch.setattr(fetches, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(fetches, "PIECE_BYTES", 1)
     values = numbers(2, TOKENS)
     theirs, ours = make_side("LBHNC", 528, 1, tokens=TOKENS), make_side("LBNHC", 16, 1, tokens=TOKENS)
     theirs.fill(values)

@@ -8,13 +8,14 @@ output is one JSON document with everything above it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from octavo.bench.engine import dummy_model
@@ -26,10 +27,10 @@ from octavo.llm import LLM
 from octavo.request.sampling_params import SamplingParams
 from octavo.startup import probe
 
-_REPEATS = 3
+_REPEATS, _ROUNDS = 3, 5
 _NUM_ARRIVALS = 16  # prompts that move beside decoding, as many at once as there are rows for
 _NUM_SPARE = 8  # these rows
-_WARM, _ALONE, _SAVING = 40, 100, 24  # steps: before a phase, of one that nobody joins, of one with saves
+_WARM, _ALONE, _SAVING = 16, 100, 24  # steps: before a phase, of one that nobody joins, of one with saves
 
 
 def _host(**extra: int) -> dict[str, Any]:
@@ -122,20 +123,58 @@ def bus() -> dict[str, float]:
     }
 
 
-class _Phases:
-    """Rows that decode in an engine, time and again the same, while other requests come and go."""
+class Phases:
+    """Rows that decode in an engine, time and again the same, while other requests come and go.
+
+    alone: nobody joins. loading: prompts come whose blocks are in host memory. hits: as many come at the same steps,
+    whose blocks are in the cache: what others than copies cost. saving, hits_at_once: prompts come at once whose blocks
+    are in the cache, and go to host memory, or are there.
+    """
 
     def __init__(self, llm: LLM, rows: list[list[int]], others: list[list[int]]) -> None:
+        """others: their blocks are in host memory already, and for all of them there is room on both sides."""
         self.llm, self._rows, self._others = llm, rows, others
-        self.rates: dict[str, float] = {}
         self._moved = ConnectorStats()
+        self._at_once, self._alone = [len(others)], 0.0
+        for arrivals in (self._at_once, [1] * len(others)):  # what steps of these shapes need is made
+            self._run("warm", arrivals)
 
-    def run(self, name: str, arrivals: Sequence[int], num_steps: int = 0) -> list[int]:
-        """Add so many of the others before each step, until all have ended: how many ended in each step."""
+    def round(self) -> dict[str, float]:
+        """Each phase once: tokens/s of those that decode, and GB/s of copies beside them.
+
+        Shares: of alone; beside_loads and beside_saves of what has as many hits, which is what copies alone cost.
+        """
+        scheduler, num = self.llm.engine.scheduler, len(self._others)
+        rates = {"alone": self._run("alone", [], _ALONE)[0]}
+        assert self.llm.reset_prefix_cache(), "nobody runs"
+        loaded = scheduler.stats().num_loaded_tokens
+        rates["loading"], ended = self._run("loading", self._at_once)
+        found = {"load_gb_s": self._rate("loaded_bytes", "load_seconds")}
+        loaded = scheduler.stats().num_loaded_tokens - loaded
+        assert loaded >= num * (len(self._others[0]) - 64), "what was measured as loads are some"
+        hits = scheduler.stats().num_prefix_hits
+        rates["hits"], _ = self._run("hits", ended)
+        rates["hits_at_once"], _ = self._run("hits_at_once", self._at_once, _SAVING)
+        assert scheduler.loads.connector.reset(), "nothing moves"
+        rates["saving"], _ = self._run("saving", self._at_once, _SAVING)
+        found |= {"save_gb_s": self._rate("saved_bytes", "save_seconds")}
+        assert not scheduler.stats().num_load_failures, "what was measured has moved"
+        hits = scheduler.stats().num_prefix_hits - hits
+        assert hits >= 3 * num * (len(self._others[0]) - 64), "what was measured as hits of the cache are some"
+        self._alone = max(self._alone, rates["alone"])
+        found |= {f"decode_{name}_tok_s": rate for name, rate in rates.items()}
+        found |= {f"decode_{name}_share": rate / self._alone for name, rate in rates.items()}
+        return found | {
+            "beside_loads_share": rates["loading"] / rates["hits"],
+            "beside_saves_share": rates["saving"] / rates["hits_at_once"],
+        }
+
+    def _run(self, name: str, arrivals: Sequence[int], num_steps: int = 0) -> tuple[float, list[int]]:
+        """Add so many of the others before each step, until all have ended: tokens/s, and how many ended in each."""
         engine, num_added, ended = self.llm.engine, 0, list[int]()
         ids = [f"{name} row {number}" for number in range(len(self._rows))]
         for request_id, prompt in zip(ids, self._rows, strict=True):
-            engine.add(request_id, prompt, _params(_WARM + _ALONE + 20 * _NUM_ARRIVALS))
+            engine.add(request_id, prompt, _params(_WARM + _ALONE + 20 * len(self._others)))
         for _ in range(_WARM):
             engine.step()
         before, started = engine.scheduler.loads.connector.stats(), time.perf_counter()
@@ -146,26 +185,20 @@ class _Phases:
             outputs = engine.step()
             ended.append(sum(output.finished for output in outputs))
         seconds = time.perf_counter() - started
-        self.rates[f"decode_{name}_tok_s"] = len(self._rows) * len(ended) / seconds
         engine.abort(ids)
         after = _settle(self.llm)
         names = [field.name for field in dataclasses.fields(after)]
         self._moved = ConnectorStats(**{name: getattr(after, name) - getattr(before, name) for name in names})
-        return ended
+        return len(self._rows) * len(ended) / seconds, ended
 
-    def rate(self, num_bytes: str, seconds: str) -> float:
+    def _rate(self, num_bytes: str, seconds: str) -> float:
         """GB/s of the last phase, over the time in which something moved."""
         return getattr(self._moved, num_bytes) / max(getattr(self._moved, seconds), 1e-9) / 1e9
 
 
-def beside_decode(shape: str, length: int, fields: dict[str, Any], *, num_rows: int) -> dict[str, float]:
-    """Tokens/s of `num_rows` that decode, and GB/s of copies beside them.
-
-    alone: nobody joins. loading: prompts come whose blocks are in host memory. hits: as many come at the same steps,
-    whose blocks are in the cache: what others than copies cost. saving, hits_at_once: prompts come at once whose blocks
-    are in the cache, and go to host memory, or are there. Shares: of alone; beside_loads and beside_saves of what has
-    as many hits, which is what copies alone cost.
-    """
+@contextlib.contextmanager
+def decoding(shape: str, length: int, fields: dict[str, Any], *, num_rows: int) -> Iterator[Phases]:
+    """An engine with `num_rows` that decode, and prompts of `length` that come and go."""
     vocab, blocks = SHAPES[shape]["vocab_size"], DEFAULT_BLOCK_SIZE[fields["device"]]
     rows, others = _prompts(num_rows, 64, vocab, 2), _prompts(_NUM_ARRIVALS, length, vocab, 3)
     most = _WARM + _ALONE + 20 * _NUM_ARRIVALS
@@ -180,35 +213,14 @@ def beside_decode(shape: str, length: int, fields: dict[str, Any], *, num_rows: 
     ) as llm:
         for prompt in others:
             _first_token(llm, prompt)
-        phases, at_once = _Phases(llm, rows, others), [_NUM_ARRIVALS]
-        for arrivals in (at_once, [1] * _NUM_ARRIVALS):  # what steps of these shapes need is made
-            phases.run("warm", arrivals)
-        phases.run("alone", [], _ALONE)
-        assert llm.reset_prefix_cache(), "nobody runs"
-        loaded = llm.engine.scheduler.stats().num_loaded_tokens
-        ended = phases.run("loading", at_once)
-        loaded = llm.engine.scheduler.stats().num_loaded_tokens - loaded
-        assert loaded >= len(others) * (length - blocks), "what was measured as loads are some"
-        rates = phases.rates | {"load_gb_s": phases.rate("loaded_bytes", "load_seconds")}
-        stats = llm.engine.scheduler.stats()
-        phases.run("hits", ended)
-        phases.run("hits_at_once", at_once, _SAVING)
-        assert llm.engine.scheduler.loads.connector.reset(), "nothing moves"
-        phases.run("saving", at_once, _SAVING)
-        rates |= phases.rates | {"save_gb_s": phases.rate("saved_bytes", "save_seconds")}
-        assert not llm.engine.scheduler.stats().num_load_failures, "what was measured has moved"
-        found = llm.engine.scheduler.stats().num_prefix_hits - stats.num_prefix_hits
-        assert found >= 3 * len(others) * (length - blocks), "what was measured as hits of the cache are some"
-        phases.run("alone_again", [], _ALONE)
-        rates |= phases.rates
-    alone = max(rates["decode_alone_tok_s"], rates["decode_alone_again_tok_s"])
-    names = ("loading", "hits", "saving", "hits_at_once")
-    share = {name: rates[f"decode_{name}_tok_s"] / alone for name in names}
-    rates |= {f"decode_{name}_share": share[name] for name in names}
-    return rates | {
-        "beside_loads_share": share["loading"] / share["hits"],
-        "beside_saves_share": share["saving"] / share["hits_at_once"],
-    }
+        yield Phases(llm, rows, others)
+
+
+def beside_decode(shape: str, length: int, fields: dict[str, Any], *, num_rows: int) -> dict[str, float]:
+    """What copies cost those who decode: medians of rounds, see Phases."""
+    with decoding(shape, length, fields, num_rows=num_rows) as phases:
+        rounds = [phases.round() for _ in range(_ROUNDS)]
+    return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

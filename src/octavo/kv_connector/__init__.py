@@ -98,6 +98,12 @@ class Connector(Protocol):
     def allocated(self, load: Transfer) -> None:
         """Load. Nobody else writes or reads these blocks from now on, steps that were issued before included."""
 
+    def allocated_now(self, load: Transfer) -> bool:
+        """As `allocated`, with nobody else computing and all steps done: the next step waits, layer by layer, for it.
+
+        True: nothing of it can fail any more, and it will not be reported. False: nothing was begun.
+        """
+
     def loads_no_more(self, request: Request) -> None:
         """`request` runs, or has ended: what has not been loaded for it will not be. May be told again."""
 
@@ -160,6 +166,10 @@ class SilentConnector:
     def allocated(self, load: Transfer) -> None:
         """See Connector."""
         raise AssertionError("nothing was offered")
+
+    def allocated_now(self, load: Transfer) -> bool:
+        """See Connector."""
+        return False
 
     def loads_no_more(self, request: Request) -> None:
         """See Connector."""

@@ -288,6 +288,10 @@ class Guarded:
         elif self._call("allocated", load, otherwise=_FAILED) is _FAILED and self._is_over(load.number):
             self._lost.add(load.number)
 
+    def allocated_now(self, load: Transfer) -> bool:
+        """See Connector. What is out of tree may fail at any time."""
+        return False
+
     def loads_no_more(self, request: Request) -> None:
         """See Connector."""
         self._tell_later("loads_no_more", request)

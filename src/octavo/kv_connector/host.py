@@ -152,7 +152,8 @@ class Host:
             raise self._refuse_size(limit, "lower it") from None
         # of two threads one orders the next copies while the other one's are on the bus
         count = 2 if cache.on_gpu else 1
-        return Mover(handler, cache.block_bytes, count, timeout=self._transfer.timeout, troubles=troubles)
+        timeout = self._transfer.timeout
+        return Mover(handler, cache.block_bytes, count, timeout=timeout, troubles=troubles, bring=handler.bring)
 
     def _num_slots(self, block_bytes: int, groups: Sequence[CacheGroup] | Sequence[GroupDescription]) -> int:
         """Blocks of the cache that there is room for. One moves and gives way by itself, whatever a chunk is."""
@@ -180,6 +181,8 @@ class Host:
 
 class _Slots(Index):
     """Which key is in which slot, and which are in a file behind."""
+
+    is_memory = True
 
     def __init__(self, num_slots: int, block_bytes: int, options: HostOptions, files: LookedUpFiles) -> None:
         self._block_bytes, self._folder, self._files = block_bytes, options.storage_path, files

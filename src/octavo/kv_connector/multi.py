@@ -117,6 +117,13 @@ class _MultiConnector(SilentConnector):
         self._loads[load.number] = place
         self._children[place].allocated(load)
 
+    def allocated_now(self, load: Transfer) -> bool:
+        place = self._chosen[load.request.request_id]
+        if self._children[place].allocated_now(load):
+            del self._chosen[load.request.request_id]
+            return True
+        return False
+
     def loads_no_more(self, request: Request) -> None:
         for child in self._children:
             child.loads_no_more(request)

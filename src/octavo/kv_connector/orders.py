@@ -69,6 +69,15 @@ class Orders:
         self._due[order.number] = []
         self._ask("begin", order)
 
+    def begin_now(self, order: Order) -> bool:
+        """Give a load that the next step waits for. False: nothing was begun."""
+        begun = self._ask("begin_now", order)
+        if all(begun):
+            self._due[order.number] = []
+        elif any(begun):
+            self._ask("cancel", order.number)
+        return all(begun)
+
     def take(self) -> list[Report]:
         """Those that have ended since the last call."""
         if not self._due:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _MAX_EARLY = 1 << 12  # transfer ids that are released before they are on offer
+NIXL = ("nixl_cu12", "nixl_cu13")  # its packages, of the same calls: for CUDA 12 and 13
 _REMOTE = ("remote_host", "remote_port", "transfer_id", "remote_num_tokens")
 # of vLLM's P2pNcclConnector
 _VLLMS = ("proxy_ip", "proxy_port", "http_port", "send_type", "nccl_num_channels", "mem_pool_size_gb")
@@ -111,9 +112,9 @@ class Nixl(P2P):
 
     def __init__(self, transfer: KVTransferConfig) -> None:
         """See Kind."""
-        if importlib.util.find_spec("nixl_cu12") is None:
-            install = "pip install 'octavo[nixl]', or `pip install --no-deps nixl-cu12`"
-            raise refuse("kv_connector", transfer.kv_connector, "needs the library nixl-cu12", install)
+        if all(importlib.util.find_spec(name) is None for name in NIXL):
+            install = "pip install 'octavo[nixl]', or `pip install --no-deps nixl-cu13`"
+            raise refuse("kv_connector", transfer.kv_connector, "needs the library nixl-cu12 or nixl-cu13", install)
         super().__init__(transfer)
         extra = Extra(transfer.extra)
         self._pushes = extra.choice("transfer_mode", "pull", ("pull", "push")) == "push"

@@ -19,12 +19,14 @@ from octavo.kv_connector.orders import EngineSide, Order, Orders, Report
 from octavo.request.request import Request
 
 _LOG = logging.getLogger(__name__)
+_MOST_BYTES_NOW = 1 << 30  # that a step waits for: some 20 ms of a GPU's bus, in which nobody else is computed
 
 
 class Index(abc.ABC):
     """What is stored, as the scheduler knows it."""
 
     answers_later = False  # `is_known` has to be asked
+    is_memory = False  # what an order's slots name is in this host's memory
 
     def is_known(self, request_id: str, keys: Sequence[bytes], stops: Sequence[bool]) -> bool:
         """Whether it knows which of these there are. False: ask again in a later step.
@@ -122,6 +124,10 @@ class StoredConnector(SilentConnector):
         self._missed: dict[int, frozenset[int]] = {}  # loads that ended before they began
         self._transfer, self._clock = engine.transfer, time.monotonic
         self._loading: set[int] = set()  # loads among the orders
+        self._now: set[int] = set()  # loads that a step waits for
+        self._due: list[Report] = []  # of all others
+        self._loads_now = index.is_memory and len(engine.groups) == 1 and engine.groups[0].is_attention
+        self._most_now = _MOST_BYTES_NOW // engine.block_bytes
         self._left_until = -math.inf  # nothing is loaded before: a load has hung
 
     def match(self, request: Request, num_local: int) -> int | Later:
@@ -198,6 +204,21 @@ class StoredConnector(SilentConnector):
         self._missing[load.number] = missing
         self._orders.begin(order)
 
+    def allocated_now(self, load: Transfer) -> bool:
+        """See Connector. Of blocks that are in this host's memory, all of them, and so few that who comes can wait."""
+        pairs = [pair for group in self._groups for pair in group.loaded(load)]
+        if not self._loads_now or len(pairs) > self._most_now:
+            return False
+        order, missing = self.index.order_load(load.number, pairs)
+        if order is None:
+            return False
+        if missing or min(order.slots, default=-1) < 0 or not self._orders.begin_now(order):
+            self.index.ended(load.number, None)
+            return False
+        self._under_way[load.number] = tuple(pairs)
+        self._now.add(load.number)
+        return True
+
     def computed(self, save: Transfer) -> bool:
         """See Connector."""
         return self._save(save, has_ended=False)
@@ -250,7 +271,9 @@ class StoredConnector(SilentConnector):
         missed, self._missed = self._missed, {}
         done: list[int] = []
         failed: dict[int, frozenset[int]] = {}
-        for report in self._orders.take():
+        self._look()
+        due, self._due = self._due, []
+        for report in due:
             missing = self._end(report.number, report)
             if report.failed:
                 failed[report.number] = frozenset([*report.failed, *report.missed, *missing])
@@ -259,6 +282,15 @@ class StoredConnector(SilentConnector):
             else:
                 done.append(report.number)
         return TransferResults(done=done, failed=failed, missed=missed)
+
+    def _look(self) -> None:
+        """Ask which orders have ended. Those that a step waited for are told to nobody."""
+        for report in self._orders.take():
+            if report.number in self._now:
+                self._now.discard(report.number)
+                self._end(report.number, report)
+            else:
+                self._due.append(report)
 
     def _end(self, number: int, report: Report | None) -> list[int]:
         """Forget an order. Blocks that it never asked for."""
@@ -275,6 +307,7 @@ class StoredConnector(SilentConnector):
 
     def reset(self) -> bool:
         """See Connector."""
+        self._look()
         return self.index.reset() and self._orders.forget_all()
 
     def close(self) -> None:

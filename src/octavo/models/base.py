@@ -48,6 +48,10 @@ class Model(Loadable, Protocol):
     # what transformers' model in memory calls a weight -> what its checkpoints call it, with a `*` for the layer
     trainer_names: Mapping[str, str]
 
+    @property
+    def waits_by_layer(self) -> bool:
+        """Whether `forward` waits, ahead of each layer, for blocks of it that arrive while the step runs."""
+
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """`dtype`: of activations, and of weights before packing."""
 

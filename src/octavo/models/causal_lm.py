@@ -56,6 +56,11 @@ class CausalLM(Layer):
     def _decoder(self) -> Decoder:
         return Decoder(self.run_layers(), self.norm)
 
+    @property
+    def waits_by_layer(self) -> bool:
+        """See models.base.Model."""
+        return type(self).forward is CausalLM.forward
+
     def run_layers(self) -> Iterable[nn.Module]:
         """What runs in order, one for each of `layer_specs`."""
         return self.layers
@@ -66,7 +71,7 @@ class CausalLM(Layer):
 
     def describe_layers(self, backends: Sequence[type[AttentionBackend]]) -> list[tuple[str, str]]:
         """See models.base.Model."""
-        if type(self).forward is not CausalLM.forward:
+        if not self.waits_by_layer:
             return [("all steps", "the family's own run over its layers")]
         return self._decoder.describe(backends)
 

@@ -153,9 +153,10 @@ class Scheduler:
         if self.waiting and not work.victims:
             self._schedule_waiting(work)
         work.depth = self.drafting.announce(len(self.running))
-        plan = work.plan(self._step, self._running.finished_rows, self.kv.take_fresh())
+        plan = work.plan(self._step, self._running.finished_rows, self.kv.take_fresh(), self.loads.awaited)
         self._running.finished_rows = []
         if plan.has_work:
+            self.loads.awaited = -1 if len(plan.rows) else self.loads.awaited
             self._outstanding[plan.step] = Issued(plan, work.num_sampling, {}, set())
             self.num_scheduled_tokens += self._max_num_tokens - work.budget - work.num_loading
             self._step += 1
@@ -392,10 +393,7 @@ class Scheduler:
         return True
 
     def _find_load(self, request: Request, num_local: int) -> int | Later:
-        """What can be loaded behind `num_local` tokens.
-
-        Where a drafter reads next tokens, our names say which; of what is found by others the last block is given up.
-        """
+        """What can be loaded; where a drafter reads next tokens, no last block that is not found by our names."""
         gives_up = self._reads_next and self.loads.connector.has_own_names
         return self.loads.match(request, num_local, self.kv.unit if gives_up else 0)
 
@@ -416,6 +414,9 @@ class Scheduler:
                 return self._take_waiting(request, work)
             self._blocked = request, self.kv.num_free_blocks
             return None
+        is_alone = not self.running and not self._outstanding and len(self.waiting) == 1 and not self.loads.num_loading
+        if is_alone and self.loads.begin_now(request, hit.num_tokens, end):
+            return self._take_arrived(request, work)
         del self.waiting[self._running.place(self.waiting, request)]
         num_counted = min(num_found, work.budget)
         work.budget -= num_counted

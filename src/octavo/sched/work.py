@@ -94,8 +94,8 @@ class PlanBuilder:
             )
         )
 
-    def plan(self, step: int, finished_rows: list[int], zero_blocks: list[int]) -> StepPlan:
-        """The plan, its new rows behind those that ran before."""
+    def plan(self, step: int, finished_rows: list[int], zero_blocks: list[int], load: int) -> StepPlan:
+        """The plan, its new rows behind those that ran before. load: see StepPlan."""
         rows, num_tokens, num_drafts, computed = self.rows, self.num_tokens, self.num_drafts, self.computed
         if self.new_rows:
             rows = np.concatenate([rows, [new.row for new in self.new_rows]])
@@ -115,6 +115,7 @@ class PlanBuilder:
             depth=self.depth,
             new_blocks=self.growth,
             zero_blocks=zero_blocks,
+            load=load if len(rows) else -1,
         )
 
 

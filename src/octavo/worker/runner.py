@@ -26,6 +26,7 @@ from octavo.device.staging import Queue
 from octavo.layers.expert_recorder import ExpertRecorder
 from octavo.model_state.base import ModelState
 from octavo.models.base import Model
+from octavo.ops.arrivals import NO_ARRIVALS, Arrivals
 from octavo.ops.cache_write.zero_blocks import zero_blocks
 from octavo.ops.gemm import load_kernels
 from octavo.ops.inputs import commit_drafts, commit_tokens
@@ -76,6 +77,7 @@ class Runner:
         self._events = [torch.cuda.Event() for _ in range(2)] if buffers.turn.is_cuda else [None, None]  # of the turns
         self._prompts = PromptScores(sampler, model.logits, requests.token_ids.data)
         self._observers: list[LogitsObserver] = []
+        self._arrivals = NO_ARRIVALS  # of the step at hand
 
     def enter_thread(self) -> None:
         """Let the calling thread issue steps: what a GPU's driver is called with is a thread's own."""
@@ -175,11 +177,16 @@ class Runner:
             return True
         return False
 
-    def issue(self, plan: StepPlan) -> PendingStep:
+    def computes(self) -> bool:
+        """Whether a step runs on a GPU now. Any thread may ask."""
+        return not all(event is None or event.query() for event in self._events)
+
+    def issue(self, plan: StepPlan, arrivals: Arrivals = NO_ARRIVALS) -> PendingStep:
         """Issue one step. On a GPU it runs on while the caller goes on; steps run in the order of their issue.
 
-        Raises RuntimeError where the device has no memory left for it.
+        arrivals: blocks that come while it runs. Raises RuntimeError where the device has no memory left for it.
         """
+        self._arrivals = arrivals
         try:
             with torch.inference_mode():
                 return self._issue(plan)
@@ -216,7 +223,7 @@ class Runner:
         is_plain = decodes and not self._observers and self._sampler.is_plain(work.rows)
         told = self._experts.rows.intersection(work.rows.tolist()) if self._experts.rows else ()
         every = scores or (self._taps_last and not decodes) or (bool(told) and not work.is_decode)
-        key = EAGER if every else self._graphs.dispatch(work, needs_logits=not is_plain)
+        key = EAGER if every or self._arrivals else self._graphs.dispatch(work, needs_logits=not is_plain)
         self._buffers.stage(work, *((work.num_rows, work.num_logit_tokens) if key is EAGER else key.size))
         self._bring()
         if not self._graphs.has(key, self._record):  # nothing is staged any more that a capture would launch
@@ -392,8 +399,13 @@ class Runner:
     def _forward(self, batch: Batch, *, for_capture: bool, warmup_only: bool = False) -> torch.Tensor:
         context = self._prepare(batch, for_capture=for_capture)
         context.warmup_only, context.taps = warmup_only, self._drafter.taps
+        if self._arrivals and not for_capture:
+            context.arrivals = self._arrivals
+            if not self.model.waits_by_layer:
+                context.arrivals.before_all()
         with forward_context(context):
             hidden = self.model.forward(batch.input_ids, batch.positions)
+        context.arrivals.before_all()  # a drafter reads blocks of its own layers
         if self._taps_last:
             self._drafter.taps.keep(self.model.arch.num_layers, hidden)
         return hidden

@@ -36,6 +36,7 @@ from octavo.kv_connector.table import make_kind, worker_half
 from octavo.kv_connector.worker import NO_WORKER_CONNECTOR, WorkerConnector
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.observe import Count
+from octavo.ops.arrivals import NO_ARRIVALS
 from octavo.ops.placement import placed_by
 from octavo.plan import StepPlan
 from octavo.rl.receiver import WeightReceiver
@@ -153,7 +154,9 @@ class Worker:
         size, itemsize = plan.bytes_per_block, runner.cache.itemsize
         description = describe(plan.groups, plan.tables, plan.layout, block_bytes=size, itemsize=itemsize, facts=facts)
         views, free_bytes = runner.cache_views, probe.memory_bytes()[0]
-        cache = CacheBytes(runner.cache_blocks, free_bytes, views, description=description, moves=moves)
+        cache = CacheBytes(
+            runner.cache_blocks, free_bytes, views, description=description, moves=moves, computes=runner.computes
+        )
         self._connector = worker_half(make_kind(transfer), transfer, cache, identity)
 
     def transfer(self, name: str, *args: Any) -> Any:
@@ -187,7 +190,7 @@ class Worker:
         """Issue one step. On a GPU it runs on while the caller goes on; see `Runner.issue`."""
         self._enter_thread()
         with self._operators:
-            return self._runner.issue(plan)
+            return self._runner.issue(plan, self._connector.arrivals(plan.load) if plan.load >= 0 else NO_ARRIVALS)
 
     def call(self, name: str, payload: bytes) -> bytes:
         """Do between two steps what `octavo.worker.calls` has under `name`. Raises ValueError for what it has not."""

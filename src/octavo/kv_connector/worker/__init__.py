@@ -12,6 +12,7 @@ from typing import Final, Protocol
 
 from octavo.kv_connector import ConnectorStats
 from octavo.kv_connector.orders import Order, Report
+from octavo.ops.arrivals import NO_ARRIVALS, Arrivals
 
 
 class WorkerConnector(Protocol):
@@ -19,6 +20,15 @@ class WorkerConnector(Protocol):
 
     def begin(self, order: Order) -> None:
         """Begin an order."""
+
+    def begin_now(self, order: Order) -> bool:
+        """Begin a load, so that nothing of it can fail any more; a step waits for its `arrivals`. Does not wait.
+
+        False: nothing was begun.
+        """
+
+    def arrivals(self, number: int) -> Arrivals:
+        """What a step waits for of a load that was begun so."""
 
     def take(self) -> Sequence[Report]:
         """What has ended since the last call."""
@@ -45,6 +55,14 @@ class _NoWorkerConnector:
     def begin(self, order: Order) -> None:
         """See WorkerConnector."""
         raise AssertionError("an engine without a connector gives no orders")
+
+    def begin_now(self, order: Order) -> bool:
+        """See WorkerConnector."""
+        return False
+
+    def arrivals(self, number: int) -> Arrivals:
+        """See WorkerConnector."""
+        return NO_ARRIVALS
 
     def take(self) -> Sequence[Report]:
         """See WorkerConnector."""

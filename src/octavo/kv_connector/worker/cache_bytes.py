@@ -8,18 +8,25 @@ return the bytes are there, for every later step too; neither touches another bl
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescription
+from octavo.ops.arrivals import NO_ARRIVALS, Arrivals
 from octavo.ops.copying import can_copy_pieces, copy_pieces, to_device
+from octavo.ops.windows import Windows
 
 _LEAST_PIECE = 128 << 10  # bytes: smaller ones take a copy engine longer than the bus
-_FIRST_PIECES, _MAX_PIECES = 128, 4096  # that one call orders: the first of a transfer, and any
-_MAX_AHEAD = 4096  # pieces that are ordered and have not arrived
+_WINDOW_BYTES = 32 << 20  # that one call of the driver orders: no step can launch meanwhile
+_MAX_WINDOWS = (
+    3  # under way: as long as steps may keep a thread from the interpreter, and no more than leaves them room
+)
+# of the bus's rate, beside steps: what comes is written to the memory that they read
+_SHARE_TO_CACHE, _SHARE_FROM_CACHE = 0.88, 1.0
+_LAYER_BYTES = 16 << 20  # that one call orders where layers wait, each for its own
 _STAGING_BYTES = 64 << 20  # of a direction: what is gathered on a GPU before it goes over the bus
 
 
@@ -34,18 +41,21 @@ class CacheBytes:
         *,
         description: CacheDescription = NO_DESCRIPTION,
         moves: bool = False,
+        computes: Callable[[], bool] = bool,
     ) -> None:
         """data: uint8 [pages, num_blocks, bytes of a page], as `KVCachePool.data`. free_bytes: of the host's memory.
 
         views: the same by layers, as attention sees them, [kernel blocks, heads, tokens, channels]. description: what
-        another engine is told of it. moves: the memory behind these addresses may go, and other may come.
+        another engine is told of it. moves: the memory behind these addresses may go, and other may come. computes:
+        whether steps run on the device at this moment.
         """
         self.data, self.free_bytes, self.views, self.moves = data, free_bytes, views, moves
         self.description = description
         self.device = data.device
         self.num_pages, self.num_blocks, self.page_bytes = data.shape
         self.block_bytes = self.num_pages * self.page_bytes
-        self._lanes = {is_write: _Lane(self) for is_write in (False, True)} if data.is_cuda else {}
+        shares = {False: _SHARE_FROM_CACHE, True: _SHARE_TO_CACHE}
+        self._lanes = {way: _Lane(self, share, computes) for way, share in shares.items()} if data.is_cuda else {}
 
     @property
     def on_gpu(self) -> bool:
@@ -80,6 +90,21 @@ class CacheBytes:
             for block, row in zip(blocks, rows, strict=True):
                 self.data[:, block].copy_(row.view(self.num_pages, self.page_bytes))
 
+    def bring(self, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Arrivals | None:
+        """As `write`, and behind what every step before has issued; layers of the next step wait, and nobody else does.
+
+        None, and nothing is done: it is not to be had without a wait. An error leaves no copy under way.
+        """
+        if not self._lanes:
+            self.write(blocks, rows)
+            return NO_ARRIVALS
+        return self._lanes[True].bring(blocks, rows, self._page_of_layer())
+
+    def _page_of_layer(self) -> list[int]:
+        """Of each layer the page of a block that has its bytes; a layer that keeps none has any."""
+        first, size = self.data.data_ptr(), self.num_blocks * self.page_bytes
+        return [(view.data_ptr() - first) // size if view.numel() else 0 for view in self.views]
+
     def gather(self, blocks: Sequence[int]) -> torch.Tensor:
         """Blocks as rows beside the cache, uint8 [len(blocks), block_bytes]: on the current stream, not waited for."""
         with torch.inference_mode():
@@ -106,8 +131,10 @@ class _Lane:
     So what one thread orders follows what another waits for without a gap on the bus.
     """
 
-    def __init__(self, cache: CacheBytes) -> None:
+    def __init__(self, cache: CacheBytes, share: float, computes: Callable[[], bool]) -> None:
+        """share, computes: see Windows."""
         self._device = cache.device
+        self._windows = Windows(_MAX_WINDOWS, share, computes)
         self._stream = torch.cuda.Stream(cache.device)
         self._lock = threading.Lock()
         self._pieces = Pieces(cache.data)
@@ -132,20 +159,48 @@ class _Lane:
                 self._stream.synchronize()
                 raise
             done.record(self._stream)
-        # once: a thread that waits gives up the interpreter, and steps take it back when they like
         done.synchronize()
 
     def _order_pieces(self, blocks: Sequence[int], rows: Sequence[torch.Tensor], *, to_cache: bool) -> None:
         self._stream.query()  # a thread has no context of the driver's before torch has asked something in it
-        own, other = self._pieces.of(blocks, rows)
-        num_ahead = 0
-        for part in parts_of(len(own)):
-            if num_ahead >= _MAX_AHEAD:  # they take room that steps need for their launches
-                self._stream.synchronize()
-                num_ahead = 0
-            num_ahead += part.stop - part.start
-            targets, sources = (own[part], other[part]) if to_cache else (other[part], own[part])
-            copy_pieces(targets, sources, self._pieces.num_bytes, self._stream.cuda_stream)
+        own, other = (addresses.reshape(-1) for addresses in self._pieces.of(blocks, rows))
+        targets, sources = (own, other) if to_cache else (other, own)
+        size = self._pieces.num_bytes
+        count = max(_WINDOW_BYTES // size, 1)
+        for start in range(0, len(own), count):
+            part = slice(start, start + count)
+            num_bytes = size * len(own[part])
+            self._windows.make_room(num_bytes)
+            copy_pieces(targets[part], sources[part], size, self._stream.cuda_stream)
+            event = torch.cuda.Event(enable_timing=True, blocking=True)
+            event.record(self._stream)
+            self._windows.ordered(event, num_bytes)
+
+    def bring(
+        self, blocks: Sequence[int], rows: Sequence[torch.Tensor], page_of_layer: Sequence[int]
+    ) -> Arrivals | None:
+        """See CacheBytes. Pages go over the bus in the order of layers, all of them at once."""
+        if not self._is_direct or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            with torch.cuda.device(self._device):
+                begun = torch.cuda.Event(enable_timing=True)
+                begun.record(self._stream)
+                own, other = (addresses.T for addresses in self._pieces.of(blocks, rows))  # [pages, blocks]
+                size, events = self._pieces.num_bytes, list[torch.cuda.Event]()
+                count = max(_LAYER_BYTES // (size * len(blocks)), 1)  # pages
+                try:
+                    for start in range(0, len(own), count):
+                        part = slice(start, start + count)
+                        copy_pieces(own[part].reshape(-1), other[part].reshape(-1), size, self._stream.cuda_stream)
+                        events.append(torch.cuda.Event(enable_timing=start + count >= len(own)))
+                        events[-1].record(self._stream)
+                except BaseException:
+                    self._stream.synchronize()
+                    raise
+            return Arrivals(begun, events, [page // count for page in page_of_layer])
+        finally:
+            self._lock.release()
 
     def _order_staged(self, blocks: Sequence[int], rows: Sequence[torch.Tensor], *, to_cache: bool) -> None:
         rows = [row.view(self._blocks.dtype) for row in rows]
@@ -174,17 +229,6 @@ class _Lane:
                 lines.copy_(flat[place : place + len(lines)], non_blocking=True)
 
 
-def parts_of(num_pieces: int) -> Iterator[slice]:
-    """What is ordered in one call each: little at first, so that the bus has work while more is ordered.
-
-    And then much, for behind each call a thread waits for the interpreter, which steps may keep for a millisecond.
-    """
-    start, count = 0, _FIRST_PIECES
-    while start < num_pieces:
-        yield slice(start, min(start + count, num_pieces))
-        start, count = start + count, _MAX_PIECES
-
-
 class Pieces:
     """Addresses of the pages of blocks, in a cache and in rows."""
 
@@ -195,11 +239,11 @@ class Pieces:
         self._in_row, self._in_cache = page, page * np.uint64(num_blocks) + np.uint64(data.data_ptr())
 
     def of(self, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Of each page of each block: where it lies in the cache, and in the block's row. [blocks * pages] each."""
+        """Of each page of each block: where it lies in the cache, and in the block's row. [blocks, pages] each."""
         assert len(blocks) == len(rows), "each block has a row"
         own = np.array(blocks, np.uint64)[:, None] * np.uint64(self.num_bytes) + self._in_cache
         other = np.array([row.data_ptr() for row in rows], np.uint64)[:, None] + self._in_row
-        return own.reshape(-1), other.reshape(-1)
+        return own, other
 
 
 def joined(rows: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:

@@ -33,9 +33,19 @@ from octavo.kv_connector.peers.mapping import (
 from octavo.kv_connector.peers.offers import Wanted
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
-from octavo.kv_connector.worker.pair import Ask, Done, Hello, Pair, Told, TransferError, UnlikeError, Way, Welcome
+from octavo.kv_connector.worker.pair import (
+    PIECE_BYTES,
+    Ask,
+    Done,
+    Hello,
+    Pair,
+    Told,
+    TransferError,
+    UnlikeError,
+    Way,
+    Welcome,
+)
 
-_PIECE_BYTES = 16 << 20  # of blocks that come together
 Address = tuple[str, int]
 
 
@@ -193,7 +203,7 @@ class Fetches:
         return told
 
     def _take_as_they_are(self, fetch: _Fetch, giver: int) -> None:
-        count = max(_PIECE_BYTES // self._cache.block_bytes, 1)
+        count = max(self._way.piece_bytes // self._cache.block_bytes, 1)
         places, blocks = fetch.wanted.places, fetch.job.order.blocks
         starts = range(0, len(places), count)
         told = Told()
@@ -231,7 +241,7 @@ class Fetches:
     def _batches(self, fetch: _Fetch, divided: Sequence[Sequence[Part]]) -> Iterator[_Batch]:
         places, groups = fetch.wanted.places, self._own.groups
         starts = [place * groups[group].block_size for group, place in places]
-        for tokens in batches(self._own, fetch.peers, Tokens(min(starts), fetch.wanted.end), _PIECE_BYTES):
+        for tokens in batches(self._own, fetch.peers, Tokens(min(starts), fetch.wanted.end), PIECE_BYTES):
             own = [number for number, start in enumerate(starts) if tokens.start <= start < tokens.end]
             targets = fetch.targets(own)
             sources = [

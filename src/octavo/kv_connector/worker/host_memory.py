@@ -6,10 +6,11 @@ import threading
 
 import torch
 
-from octavo.kv_connector.orders import Report
+from octavo.kv_connector.orders import Order, Report
 from octavo.kv_connector.worker.block_files import BlockFiles
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
+from octavo.ops.arrivals import Arrivals
 
 _PART_BYTES = 256 << 20  # torch rounds an allocation of pinned memory up to a power of two
 
@@ -63,6 +64,10 @@ class HostHandler:
             if slot < 0 and not self._from_file(job, block, key)
         ]
         return Report(number=order.number, missed=missed)
+
+    def bring(self, order: Order) -> Arrivals | None:
+        """See Mover: all that a load names is in the memory."""
+        return self._cache.bring(order.blocks, [self._row(slot) for slot in order.slots])
 
     def _row(self, slot: int) -> torch.Tensor:
         part, place = divmod(slot, self._per_part)

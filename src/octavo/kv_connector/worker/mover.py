@@ -11,13 +11,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from octavo.config.kv_transfer import DEFAULT_TIMEOUT
 from octavo.kv_connector import ConnectorStats
 from octavo.kv_connector.guard import Troubles, describe
 from octavo.kv_connector.orders import Order, Report
+from octavo.ops.arrivals import NO_ARRIVALS, Arrivals
 
 _LOG = logging.getLogger(__name__)
 
@@ -88,6 +89,10 @@ class Handler(Protocol):
         """No order comes any more."""
 
 
+def _bring_nothing(order: Order) -> Arrivals | None:
+    return None
+
+
 class Mover:
     """See WorkerConnector. Loads and saves have threads of their own, so that neither waits for the other."""
 
@@ -99,16 +104,18 @@ class Mover:
         *,
         timeout: float = DEFAULT_TIMEOUT,
         troubles: Troubles | None = None,
+        bring: Callable[[Order], Arrivals | None] = _bring_nothing,
     ) -> None:
         """num_threads: of each direction. timeout: seconds that `close` waits for an order. troubles: of the connector.
 
-        What the handler raises is told there.
+        What the handler raises is told there. bring: see `CacheBytes.bring`, of a load that is ordered by who calls.
         """
         self._handler, self._block_bytes, self._timeout = handler, block_bytes, timeout
         self.troubles = troubles or Troubles(type(handler).__name__)
         self._since: dict[str, float] = {}  # thread that works off an order -> since when
         self._queues: dict[bool, queue.SimpleQueue[Job | None]] = {way: queue.SimpleQueue() for way in (False, True)}
         self._jobs: dict[int, Job] = {}
+        self._bring, self._brought = bring, dict[int, tuple[Order, Arrivals, float]]()  # loads; what they took here
         self._ended: list[Report] = []
         self._lock = threading.Lock()
         self._changed = threading.Event()
@@ -128,8 +135,37 @@ class Mover:
             self._seconds[order.is_load].begin()
         self._queues[order.is_load].put(job)
 
+    def begin_now(self, order: Order) -> bool:
+        """See WorkerConnector."""
+        started = time.monotonic()
+        try:
+            arrivals = self._bring(order)
+        except Exception as error:  # of a driver: `begin` tries it once more, and fails the load
+            self.troubles.tell(f"bring {error}", f"a load of {len(order.blocks)} blocks failed: {describe(error)}")
+            return False
+        if arrivals is None:
+            return False
+        self._brought[order.number] = order, arrivals, time.monotonic() - started
+        return True
+
+    def arrivals(self, number: int) -> Arrivals:
+        """See WorkerConnector."""
+        brought = self._brought.get(number)
+        return NO_ARRIVALS if brought is None else brought[1]
+
+    def _collect(self) -> None:
+        """Take in which loads that were begun at once have ended."""
+        for number, (order, arrivals, seconds) in list(self._brought.items()):
+            if arrivals.have_come():
+                del self._brought[number]
+                with self._lock:
+                    self._seconds[True].add(arrivals.seconds or seconds)
+                    self._blocks[True] += len(order.blocks)
+                    self._ended.append(Report(number=number))
+
     def take(self) -> Sequence[Report]:
         """See WorkerConnector."""
+        self._collect()
         with self._lock:
             ended, self._ended = self._ended, []
             self._changed.clear()
@@ -139,6 +175,8 @@ class Mover:
 
     def cancel(self, number: int) -> bool:
         """See WorkerConnector."""
+        if (brought := self._brought.pop(number, None)) is not None:  # it is not stopped, and takes milliseconds
+            brought[1].wait()
         job = self._jobs.get(number)
         if job is None:
             return True
@@ -157,6 +195,7 @@ class Mover:
 
     def stats(self) -> ConnectorStats:
         """See WorkerConnector."""
+        self._collect()
         with self._lock:
             loaded, saved = self._blocks[True], self._blocks[False]
             return ConnectorStats(
@@ -173,6 +212,8 @@ class Mover:
 
     def close(self) -> None:
         """See WorkerConnector. What has begun is ended, but for what takes longer than a transfer may."""
+        for number in list(self._brought):
+            self.cancel(number)
         for line in self._queues.values():
             for _ in range(len(self._threads) // len(self._queues)):
                 line.put(None)
@@ -248,6 +289,10 @@ class _Busy:
         self._num -= 1
         if not self._num:
             self._seconds += time.monotonic() - self._since
+
+    def add(self, seconds: float) -> None:
+        """Of an order that no other one was beside."""
+        self._seconds += seconds
 
     def until_now(self) -> float:
         return self._seconds + (time.monotonic() - self._since if self._num else 0.0)

@@ -27,6 +27,7 @@ from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.orders import Order, Report
 from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescription, differences
 from octavo.kv_connector.peers.offers import Wanted
+from octavo.kv_connector.worker import NO_WORKER_CONNECTOR
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.fetches import Fetches
 from octavo.kv_connector.worker.mover import Job, Mover
@@ -53,6 +54,8 @@ class _Offer:
 
 class P2PWorker:
     """See WorkerConnector."""
+
+    begin_now, arrivals = NO_WORKER_CONNECTOR.begin_now, NO_WORKER_CONNECTOR.arrivals
 
     def __init__(self, cache: CacheBytes, transfer: KVTransferConfig, way: Way, *, num_threads: int) -> None:
         """Listens, where blocks go out. Raises ConfigError for an address that cannot be had."""

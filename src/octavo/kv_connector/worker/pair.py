@@ -23,6 +23,7 @@ from octavo.kv_connector.worker.mover import Job, RefusedError
 PROTOCOL = 4
 _LENGTH = struct.Struct("<I")
 _MAX_MESSAGE = 16 << 20
+PIECE_BYTES = 16 << 20  # of blocks that come together through host memory
 _POLL_STEP = 0.001  # seconds: poll() rounds up to it
 
 
@@ -156,6 +157,7 @@ class Way(Protocol):
     """How the bytes of blocks come from one cache to another."""
 
     name: str
+    piece_bytes: int  # of blocks that come together
 
     def ask(self, pair: Pair, num_bytes: int) -> bytes:
         """What the side that has the blocks must know. num_bytes: of what comes at a time, at most."""

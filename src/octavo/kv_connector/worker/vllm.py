@@ -17,6 +17,7 @@ from octavo.kv_connector.guard import Troubles, ends_within
 from octavo.kv_connector.orders import Order, Report
 from octavo.kv_connector.vllm.turn import Turn
 from octavo.kv_connector.vllm.views import layer_name
+from octavo.kv_connector.worker import NO_WORKER_CONNECTOR
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job, Mover
 
@@ -25,6 +26,8 @@ _POLL = 0.002  # seconds between two questions whether a transfer of the connect
 
 class VLLMWorker:
     """See WorkerConnector."""
+
+    begin_now, arrivals = NO_WORKER_CONNECTOR.begin_now, NO_WORKER_CONNECTOR.arrivals
 
     def __init__(self, cache: CacheBytes, make: Callable[..., Any], transfer: KVTransferConfig) -> None:
         """`make`: the connector, of groups and how many blocks."""

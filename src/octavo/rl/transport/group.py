@@ -52,7 +52,7 @@ _LOOK_SECONDS = 0.05  # between two looks at whether who waits is to go on waiti
 _PLACE = re.compile(r"\[(enforce fail at )?[^\]\s]*\.(cc|cpp|h):\d+\] ")  # in a library's source
 _ADVISES = re.compile(r"\. This is typically|\. Check the logs| Exception raised from ")
 _TIMED_OUT = re.compile(r"(?i)timed out|timeout")
-_POLL_SECONDS = 0.0005  # between two looks at a GPU
+_POLL_SECONDS = 0.0001  # between two looks at a GPU
 MakeGroup = Callable[[Any, int, int, datetime.timedelta, str], Any]
 """(store, rank, size, timeout, this machine's address) -> a process group."""
 

@@ -93,6 +93,7 @@ class Loads:
         self._saves_running = self.is_on and connector.saves_running
         self._saves = Saves(num_rows, connector.save_unit, slides=kv.slides, num_next_tokens=kv.num_next_tokens)
         self.arrived: dict[str, Request] = {}  # they have blocks and wait for a row
+        self.awaited = -1  # a load for which the next step that computes waits
 
     @property
     def num_loading(self) -> int:
@@ -155,6 +156,26 @@ class Loads:
         load = _Underway(transfer, after, self._clock() + self._timeout, request.status)
         self._underway[transfer.number] = self._loading[request.request_id] = load
         request.status = Status.LOADING
+
+    def begin_now(self, request: Request, start: int, end: int) -> bool:
+        """As `begin`, and the request has arrived: the next step waits for its blocks. False: `begin` is to be called.
+
+        For when all steps are done, and nobody else is computed: they would wait too.
+        """
+        transfer = self._transfer(request, start, end)
+        if self.awaited >= 0 or not self.connector.allocated_now(transfer):
+            return False
+        self.awaited = transfer.number
+        self._arrive(request, start, self._kv.finish_load(request, start, end, None))
+        return True
+
+    def _arrive(self, request: Request, start: int, end: int) -> None:
+        """Tokens from `start` to `end` are there, or will be for the next step."""
+        self.stats.num_loaded_tokens += end - start
+        if not request.num_preemptions:
+            request.num_loaded = max(end - start, 0)
+        request.num_computed = min(end, request.num_tokens - 1)
+        self.arrived[request.request_id] = request
 
     def start(self, first_outstanding: float) -> None:
         """Begin the transfers whose blocks no step touches any more. `first_outstanding`: the oldest step under way."""
@@ -258,13 +279,9 @@ class Loads:
                 transfer.end - 1,
                 end - transfer.start,
             )
-        self.stats.num_loaded_tokens += end - transfer.start
-        if not request.num_preemptions:
-            request.num_loaded = max(end - transfer.start, 0)
-        request.num_computed = min(end, request.num_tokens - 1)
+        self._arrive(request, transfer.start, end)
         self._kv.publish(request, request.num_computed)
         request.status = entry.before
-        self.arrived[request.request_id] = request
         yield Ended(request, bad is not None and is_failure)
 
     def _expire(self, number: int, entry: _Underway) -> Iterator[Ended]:

@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
-from octavo.kv_connector.worker.pair import Pair, TransferError
+from octavo.kv_connector.worker.pair import PIECE_BYTES, Pair, TransferError
 from octavo.rl.transport.gloo import make_gloo
 
 TAKES, GIVES = 0, 1  # ranks of a group of two
@@ -23,6 +23,7 @@ class GlooWay:
     """See Way. The side that wants blocks has the store, where the group meets; it stays while the connection does."""
 
     name = "gloo"
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, cache: CacheBytes) -> None:
         """Nobody is met."""
@@ -48,6 +49,9 @@ class GlooWay:
                 _reach(pair, int(asked))
                 store = TCPStore(pair.peer_host, int(asked), 2, False, limit, wait_for_workers=False)
             self._meet(pair, store, GIVES)
+        self._send_all(pair, job, pieces)
+
+    def _send_all(self, pair: Pair, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         for piece in pieces:
             self._send(pair, job, piece)
 

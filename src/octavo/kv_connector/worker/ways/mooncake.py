@@ -18,7 +18,7 @@ import torch
 
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
-from octavo.kv_connector.worker.pair import Pair, TransferError
+from octavo.kv_connector.worker.pair import PIECE_BYTES, Pair, TransferError
 from octavo.kv_connector.worker.ways.regions import Region, read_region, region_of, until_read
 
 _MAX_RUNS = 2048  # of a batch: with more on their way to one peer the library refuses it, and all that follow
@@ -28,6 +28,8 @@ _LEAST_SECONDS = 5  # that the library gives a batch
 
 class MooncakeWay:
     """See Way."""
+
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, cache: CacheBytes, host: str, protocol: str, timeout: float, *, gives: bool) -> None:
         """host: where peers find this one. gives: registers the cache's memory. Raises RuntimeError."""

@@ -1,15 +1,18 @@
 """Blocks by NCCL: from GPU to GPU, in a process group of two whose engines have a GPU each.
 
 Owns the copies between the cache and what goes over the link, on a stream of its own. What an order touches is done
-when it begins, and what came lies in the cache when its piece ends: the stream is waited for, and no step is.
+when it begins, and what came lies in the cache when its piece ends: the stream is waited for, and no step is. While
+one piece is on the link the next one is gathered there, and the last one scattered here.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import datetime
-from collections.abc import Iterator, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import BroadcastOptions
@@ -21,11 +24,32 @@ from octavo.kv_connector.worker.ways.gloo import GIVES, TAKES, GlooWay, Member, 
 from octavo.rl.transport.group import MakeGroup
 from octavo.rl.transport.nccl import make_nccl
 
+_POLL = 2e-5  # seconds between two looks: what torch waits with looks every ten milliseconds
+_AHEAD = 2  # pieces that are on their way behind the one that is waited for
+_Item = TypeVar("_Item")
+_Begun = TypeVar("_Begun")
+
+
+class _Sent:
+    """Blocks in memory beside the cache, on their way to or from a peer."""
+
+    def __init__(self, rows: torch.Tensor, work: Any) -> None:
+        self.rows, self._work = rows, work
+
+    def wait(self, pair: Pair, what: str) -> None:
+        """Until they have arrived, for the current stream too. Raises TransferError."""
+        until = time.monotonic() + pair.timeout
+        with deadline(pair, what):
+            while not self._work.is_completed() and time.monotonic() < until:
+                time.sleep(_POLL)
+            self._work.wait(datetime.timedelta(milliseconds=1))
+
 
 class NcclWay(GlooWay):
     """See Way."""
 
     name = "nccl"
+    piece_bytes = 96 << 20
     make: MakeGroup = staticmethod(make_nccl)
 
     def __init__(self, cache: CacheBytes) -> None:
@@ -36,11 +60,12 @@ class NcclWay(GlooWay):
     def take(self, pair: Pair, told: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way."""
         self._meet(pair, pair.state, TAKES)
-        for piece in pieces:
-            with self._beside():
-                rows = self._arrived(pair, len(piece))
-                with job.touching(), self._beside():
-                    self._cache.scatter(piece, rows)
+        with self._beside():
+            for piece, coming in begun_ahead(pieces, lambda piece: self._begin(pair, self._empty(pair, len(piece)))):
+                coming.wait(pair, "send")
+                with job.touching():
+                    self._cache.scatter(piece, coming.rows)
+                    self._settle()
 
     def _make(self, pair: Pair, store: Any, rank: int, limit: datetime.timedelta) -> Any:
         return type(self).make(store, rank, 2, limit, pair.own_host)
@@ -50,31 +75,40 @@ class NcclWay(GlooWay):
             with self._beside():
                 super()._meet(pair, store, rank)
 
-    def _send(self, pair: Pair, job: Job, piece: Sequence[int]) -> None:
+    def _send_all(self, pair: Pair, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         with self._beside():
-            with job.touching(), self._beside():
-                rows = self._cache.gather(piece)
-            self._broadcast(pair, rows, "take")
+            for _, going in begun_ahead(pieces, lambda piece: self._begin(pair, self._gathered(job, piece))):
+                going.wait(pair, "take")
+
+    def _gathered(self, job: Job, piece: Sequence[int]) -> torch.Tensor:
+        with job.touching():
+            rows = self._cache.gather(piece)
+            self._settle()
+        return rows
 
     def _receive(self, pair: Pair, count: int) -> torch.Tensor:
         rows = self._cache.host_memory(count, pair.theirs.block_bytes)
         with self._beside(), torch.inference_mode():
-            rows.copy_(self._arrived(pair, count), non_blocking=True)
+            coming = self._begin(pair, self._empty(pair, count))
+            coming.wait(pair, "send")
+            rows.copy_(coming.rows, non_blocking=True)
         return rows
 
-    def _arrived(self, pair: Pair, count: int) -> torch.Tensor:
-        """The peer's next blocks, on the GPU."""
+    def _empty(self, pair: Pair, count: int) -> torch.Tensor:
         with torch.inference_mode():
-            rows = torch.empty((count, pair.theirs.block_bytes), dtype=torch.uint8, device=self._cache.device)
-        self._broadcast(pair, rows, "send")
-        return rows
+            return torch.empty((count, pair.theirs.block_bytes), dtype=torch.uint8, device=self._cache.device)
 
-    def _broadcast(self, pair: Pair, rows: torch.Tensor, what: str) -> None:
+    def _begin(self, pair: Pair, rows: torch.Tensor) -> _Sent:
         """The peer that has them sends rows: over the connection that the meeting made, which a send would not use."""
-        limit, options = datetime.timedelta(seconds=pair.timeout), BroadcastOptions()
-        options.rootRank, options.timeout = GIVES, limit
-        with deadline(pair, what):
-            pair.state.group.broadcast([rows.view(-1)], options).wait(limit)
+        options = BroadcastOptions()
+        options.rootRank, options.timeout = GIVES, datetime.timedelta(seconds=pair.timeout)
+        with deadline(pair, "move"):
+            return _Sent(rows, pair.state.group.broadcast([rows.view(-1)], options))
+
+    def _settle(self) -> None:
+        """Wait for what was begun on the own stream."""
+        if self._stream is not None:
+            self._stream.synchronize()
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
@@ -85,3 +119,14 @@ class NcclWay(GlooWay):
         with torch.cuda.device(self._cache.device), torch.cuda.stream(self._stream):
             yield
             self._stream.synchronize()
+
+
+def begun_ahead(items: Iterable[_Item], begin: Callable[[_Item], _Begun]) -> Iterator[tuple[_Item, _Begun]]:
+    """Each item with what `begin` gives for it, which by then is asked for the next ones too."""
+    begun = collections.deque[tuple[_Item, _Begun]]()
+    for item in items:
+        begun.append((item, begin(item)))
+        if len(begun) > _AHEAD:
+            yield begun.popleft()
+    while begun:
+        yield begun.popleft()

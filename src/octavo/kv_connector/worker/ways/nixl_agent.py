@@ -7,6 +7,8 @@ given up arrives any more. Over TCP it would as long as the agent lived, whateve
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 import os
 import threading
@@ -15,11 +17,20 @@ import uuid
 from typing import Any, NamedTuple
 
 import numpy as np
-from nixl_cu12._api import nixl_agent, nixl_agent_config
+import torch
 
+from octavo.kv_connector.p2p import NIXL
 from octavo.kv_connector.worker.pair import Pair, TransferError
 
 POLL = 0.0002  # seconds between two questions
+
+
+def _library() -> Any:
+    """NIXL's calls: of the package for torch's CUDA, if it is there, else of the other one. Raises ImportError."""
+    own = f"nixl_cu{(torch.version.cuda or '').partition('.')[0]}"
+    packages = sorted(NIXL, key=lambda name: name != own)
+    found = [name for name in packages if importlib.util.find_spec(name) is not None]
+    return importlib.import_module(f"{(found or packages)[0]}._api")
 
 
 def _leave_stdout() -> None:
@@ -45,9 +56,10 @@ class NixlAgent:
     def __init__(self) -> None:
         """It may move nothing."""
         self._lock = threading.Lock()
+        library = _library()
         _leave_stdout()
-        config = nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False, backends=["UCX"])
-        self._agent: Any = nixl_agent(f"octavo-{uuid.uuid4()}", config)
+        config = library.nixl_agent_config(enable_prog_thread=False, enable_listen_thread=False, backends=["UCX"])
+        self._agent: Any = library.nixl_agent(f"octavo-{uuid.uuid4()}", config)
 
     def register(self, address: int, num_bytes: int, device: int, kind: str) -> Any:
         """Let memory be moved; what it is forgotten by."""

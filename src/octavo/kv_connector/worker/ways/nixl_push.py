@@ -15,7 +15,7 @@ import torch
 
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
-from octavo.kv_connector.worker.pair import Done, Pair, TransferError
+from octavo.kv_connector.worker.pair import PIECE_BYTES, Done, Pair, TransferError
 from octavo.kv_connector.worker.ways.nixl import host_region, runs_of
 from octavo.kv_connector.worker.ways.nixl_agent import POLL, NixlAgent
 from octavo.kv_connector.worker.ways.regions import Region, region_of
@@ -27,6 +27,7 @@ class NixlPushWay:
     """See Way."""
 
     name = "nixl, pushed"
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, cache: CacheBytes, *, gives: bool) -> None:
         """gives: this side writes what its cache has."""
