@@ -1,4 +1,4 @@
-"""The Triton attention under Triton's interpreter: shapes are tiny, and sums are numpy's."""
+"""The Triton attention under Triton's interpreter: shapes are tiny."""
 
 from __future__ import annotations
 

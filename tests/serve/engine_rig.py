@@ -95,6 +95,25 @@ async def until(condition: Callable[[], bool], seconds: float) -> float:
     return time.monotonic() - began
 
 
+async def closes_all(num_fds: int, num_times: int) -> None:
+    """Nothing is left open by what was done so often since `num_fds` were open: it would be one each time, or more.
+
+    A library, or a thread of another test, may have opened a file meanwhile.
+    """
+    own = psutil.Process()
+    with contextlib.suppress(AssertionError):
+        await until(lambda: own.num_fds() < num_fds + num_times, 5)
+    assert own.num_fds() < num_fds + num_times, _open_files()
+
+
+def _open_files() -> list[str]:
+    names = []
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the listing's own
+            names.append(os.readlink(each))
+    return names
+
+
 def is_gone(pid: int) -> bool:
     """Whether a process has ended, reaped or not."""
     try:

@@ -1,6 +1,6 @@
 """The Triton operators of layers with states: under Triton's interpreter, and compiled for Hopper.
 
-Interpreted shapes are tiny, and their sums are numpy's; compiled ones are those of models.
+Interpreted shapes are tiny; compiled ones are those of models.
 """
 
 from __future__ import annotations
