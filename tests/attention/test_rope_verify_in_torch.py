@@ -23,7 +23,8 @@ CPU, BF16, HEAD, PROCESSORS = torch.device("cpu"), torch.bfloat16, 128, 48
 
 @pytest.fixture
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, kernel in ((rope_decode_kernel, "_rotate_and_attend"), (rope_verify_kernel, "_rotate_and_attend_columns")):
+    kernels = (rope_decode_kernel, "_rotate_and_attend"), (rope_verify_kernel, "_rotate_and_attend_columns")
+    for module, kernel in kernels:
         monkeypatch.setattr(module, kernel, gluon_in_torch.InTorch(getattr(module, kernel)))
         monkeypatch.setattr(module, "num_processors", lambda device: PROCESSORS)
         monkeypatch.setattr(module, "chained", lambda device: {"PDL": True})
@@ -79,9 +80,18 @@ def test_tokens_have_the_bits_of_tokens_alone(
     """And the cache holds the same: what was in its place until then counts nowhere."""
     heads = Heads(group, 1, HEAD)
     projected, rotation, kv, rows, newest = fused_rope_rig.make(
-        lengths, group, 1, block_size, HEAD, BF16, queries=queries, device=CPU, normed=group != 7, seed=sum(lengths),
+        lengths,
+        group,
+        1,
+        block_size,
+        HEAD,
+        BF16,
+        queries=queries,
+        device=CPU,
+        normed=group != 7,
+        seed=sum(lengths),
         heads_last=block_size == 16,
-    )  # fmt: skip
+    )
     kv[newest] = float("nan")
     expected_kv, num_live = kv.clone(), len(newest[0])
     expected = one_by_one(heads, projected, rotation, expected_kv, rows)
