@@ -17,7 +17,7 @@ for name, hidden, heads, kv, ff in (("0.6b", 1024, 16, 8, 3072), ("8b", 4096, 32
              "num_key_value_heads": kv, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "torch_dtype": "bfloat16", "vocab_size": 151936}
     (folder / "config.json").write_text(json.dumps(facts))
 PYEOF
-one() { timeout "${MOST:-55}" $PY -m octavo bench engine --shape "$2" --workload "$3" --num-drafts 4 "${@:4}" > "$OUT/spec_$1.txt" 2>&1; }
+one() { timeout "$((${MOST:-55}${PROFILE:+ + 25}))" $PY -m octavo bench engine --shape "$2" --workload "$3" --num-drafts 4 "${@:4}" > "$OUT/spec_$1.txt" 2>&1; }
 cost() { echo "{\"method\": \"eagle3\", \"model\": \"$OUT/head-$1\"}"; }
 case "$PARTS" in *profile*) PROFILE=--profile;; *) PROFILE=; esac
 case "$PARTS" in *bench*|*row*)

@@ -344,7 +344,10 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "rotation and attention": (_rotated, ("attention.rope_decode_kernel._rotate_and_attend",)),
     "rows that verify": (
         _verified,
-        ("attention.rope_verify_kernel._rotate_and_attend_columns", "attention.paged_decode_kernels.rotate_and_attend_few"),
+        (
+            "attention.rope_verify_kernel._rotate_and_attend_columns",
+            "attention.paged_decode_kernels.rotate_and_attend_few",
+        ),
     ),
     "latent attention": (
         _latent,

@@ -22,7 +22,7 @@ def check_beside(device: str, dtype: torch.dtype, size: int = 96) -> None:
     for own in (norms, None):
         for at, scale, normed in ((None, 1.0, True), (pick, 1.0, False), (pick, 33.5, True)):
             given = ids, table, scale, states, own, 1e-6, at
-            both, by_itself = beside_gpu.embed_beside(*given, normed=normed)
+            both, by_itself = beside_gpu.embed_beside(*given, normed=normed, behind_draw=at is None)
             expected, expected_states = beside.embed_beside_composed(*given, normed=normed)
             for ours, theirs in ((both, expected), (by_itself, expected_states)):
                 if device == "cuda":  # the separate operators are kernels too

@@ -123,16 +123,18 @@ def embed_with_states(
     pick: torch.Tensor | None = None,
     *,
     normed: bool = True,
+    behind_draw: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """([T, 2 * size]: the embedding of ids [T] int64 and states [T, size] side by side; the states by themselves).
 
     norms: of both, of one eps; None: both stay as they are. pick: [T] int64, places at which ids and states are taken
-    from longer ones; None: all. normed: whether the second result is.
+    from longer ones; None: all. normed: whether the second result is. behind_draw: see `embed_beside`.
     """
     eps, weights = (0.0, None) if norms is None else (norms[0].eps, (norms[0].weight, norms[1].weight))
     is_plain = "forward" not in embedding.__dict__ and type(embedding) in (Embedding, TiedEmbedding)
     if is_plain and isinstance(embedding, Embedding | TiedEmbedding):
-        return embed_beside(ids, embedding.table, embedding.scale, states, weights, eps, pick, normed=normed)
+        sides = ids, embedding.table, embedding.scale, states, weights, eps, pick
+        return embed_beside(*sides, normed=normed, behind_draw=behind_draw)
     if pick is not None:
         ids, states = ids.index_select(0, pick), states.index_select(0, pick)
     embedded: torch.Tensor = embedding.forward(ids)

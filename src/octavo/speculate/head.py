@@ -91,7 +91,7 @@ class HeadSpeculator:
             first = place == number
             context = batches.last(step) if first else batches.next(step, place - number - 1, tokens)[1]
             with forward_context(self._own(context, number)):
-                states = drafter.forward(tokens, states, last if first else None)
+                states = drafter.forward(tokens, states, last if first else None, behind_draw=not first)
             tokens = self._draw(step, drafter, states, place)
 
     def _own(self, context: ForwardContext, number: int) -> ForwardContext:

@@ -36,10 +36,13 @@ class DraftHead(Loadable, Protocol):
     def store(self, tokens: torch.Tensor, states: torch.Tensor) -> None:
         """Store K and V of entries: tokens [T] int64, states [T, size], of the context's positions and slots."""
 
-    def forward(self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None = None, *, behind_draw: bool = False
+    ) -> torch.Tensor:
         """Entries as `store`'s, which attend as well -> [T, size], what a next entry knows, and logits follow from.
 
-        pick: [T] int64, places at which tokens and states are taken from longer ones; None: all.
+        pick: [T] int64, places at which tokens and states are taken from longer ones; None: all. behind_draw: whether
+        the tokens are what was just drawn.
         """
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:

@@ -79,18 +79,22 @@ class EagleHead(Layer):
         """The target's hidden states as they are."""
         return given
 
-    def _enter(self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None) -> torch.Tensor:
+    def _enter(
+        self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None = None, *, behind_draw: bool = False
+    ) -> torch.Tensor:
         """The stream."""
-        both, _ = embed_with_states(self.embedding, tokens, states, None, pick)
+        both, _ = embed_with_states(self.embedding, tokens, states, None, pick, behind_draw=behind_draw)
         return linear_of_few(both, self.fc.packed, self.fc.bias)
 
     def store(self, tokens: torch.Tensor, states: torch.Tensor) -> None:
         """K and V of entries."""
-        self.attention.store(self._enter(tokens, states, None))
+        self.attention.store(self._enter(tokens, states))
 
-    def forward(self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None = None, *, behind_draw: bool = False
+    ) -> torch.Tensor:
         """What a next entry knows, and the head's logits follow from."""
-        x = self._enter(tokens, states, pick)
+        x = self._enter(tokens, states, pick, behind_draw=behind_draw)
         return leave(self._end, self.attention.project_and_attend(x), x)
 
     @functools.cached_property

@@ -123,10 +123,13 @@ class Eagle3Head(Layer):
         both, _ = embed_with_states(self.embedding, tokens, states, (self.token_norm, self.state_norm))
         self.attention.store(both)
 
-    def forward(self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None = None, *, behind_draw: bool = False
+    ) -> torch.Tensor:
         """What a next entry knows: the stream, before the last norm."""
         norms, normed = (self.token_norm, self.state_norm), self._normed_residual
-        both, x = embed_with_states(self.embedding, tokens, states, norms, pick, normed=normed)
+        given = self.embedding, tokens, states, norms, pick
+        both, x = embed_with_states(*given, normed=normed, behind_draw=behind_draw)
         return leave(self._end, self.attention.project_and_attend(both), x)
 
     @functools.cached_property

@@ -77,8 +77,11 @@ class MtpModule(Layer):
         """The target's hidden states as they are."""
         return given
 
-    def _enter(self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None = None) -> torch.Tensor:
-        both, _ = embed_with_states(self.embedding, tokens, states, (self.token_norm, self.state_norm), pick)
+    def _enter(
+        self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None = None, *, behind_draw: bool = False
+    ) -> torch.Tensor:
+        norms = self.token_norm, self.state_norm
+        both, _ = embed_with_states(self.embedding, tokens, states, norms, pick, behind_draw=behind_draw)
         return linear_of_few(both, self.combine.packed)
 
     def store(self, tokens: torch.Tensor, states: torch.Tensor) -> None:
@@ -92,9 +95,12 @@ class MtpModule(Layer):
                 return
             x = line.run(x)
 
-    def forward(self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None = None, *, behind_draw: bool = False
+    ) -> torch.Tensor:
         """What a next entry knows, and the head's logits follow from: normed."""
-        return self._decoder.forward(self._enter(tokens, states, pick), current_context().positions)
+        x = self._enter(tokens, states, pick, behind_draw=behind_draw)
+        return self._decoder.forward(x, current_context().positions)
 
     @functools.cached_property
     def _decoder(self) -> Decoder:

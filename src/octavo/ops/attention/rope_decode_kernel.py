@@ -192,9 +192,21 @@ def _weights(scores, leaf_max, score_scale, dtype: gl.constexpr):
 
 @gluon.jit
 def sum_half(
-    keys, values, kv, after, scores, seen, score_scale, weights_at, leaf, leaf_sum, leaf_max, kv_token: gl.constexpr,
-    HEAD: gl.constexpr, BLOCK: gl.constexpr,
-):  # fmt: skip
+    keys,
+    values,
+    kv,
+    after,
+    scores,
+    seen,
+    score_scale,
+    weights_at,
+    leaf,
+    leaf_sum,
+    leaf_max,
+    kv_token: gl.constexpr,
+    HEAD: gl.constexpr,
+    BLOCK: gl.constexpr,
+):
     """The online softmax over the tiles of a half, from its scores [256, 8] and what of them is seen.
 
     `after`: what to ask for when this half is done with; its end is negative where there is nothing.
@@ -248,9 +260,21 @@ def _attend_half(
     token = half_tokens()
     scores = gl.where(token == place, repeated(fresh, 4), scores)
     return sum_half(
-        keys, values, kv, after, scores, token < limit, score_scale, weights_at, leaf, leaf_sum, leaf_max, kv_token,
-        HEAD, BLOCK,
-    )  # fmt: skip
+        keys,
+        values,
+        kv,
+        after,
+        scores,
+        token < limit,
+        score_scale,
+        weights_at,
+        leaf,
+        leaf_sum,
+        leaf_max,
+        kv_token,
+        HEAD,
+        BLOCK,
+    )
 
 
 @gluon.jit
@@ -279,21 +303,11 @@ def _fold_stored(parts, stats, leaves, LINES: gl.constexpr, HEAD: gl.constexpr, 
 
 @gluon.jit
 def _finish(
-    leaf,
-    leaf_sum,
-    leaf_max,
-    out,
-    parts,
-    stats,
-    counter,
-    index,
-    leaves,
-    GROUP: gl.constexpr,
-    LINES: gl.constexpr,
-    HEAD: gl.constexpr,
-    GATHER: gl.constexpr,
+    sums, out, held, index, leaves, GROUP: gl.constexpr, LINES: gl.constexpr, HEAD: gl.constexpr, GATHER: gl.constexpr
 ):
     """Write a row's results, if its leaf is all of it or the last to be there; else leave the leaf to others."""
+    leaf, leaf_sum, leaf_max = sums
+    parts, stats, counter = held
     channel, line = gl.arange(0, HEAD, LINE)[:, None], gl.arange(0, 8, COLUMN)
     if leaves == 1:
         add = exp2_from(leaf_max, leaf_max)[None, :]
@@ -420,21 +434,9 @@ def _rotate_and_attend(
         if is_done:
             leaves = leaf_of(seq_len - 1) + 1
             slot_at = (row * max_leaves * KV_HEADS + kv_index * leaves).to(gl.int64)
-            _finish(
-                leaf,
-                leaf_sum,
-                leaf_max,
-                out + token * out_token + kv_index * (GROUP * HEAD),
-                parts + slot_at * (LINES * HEAD),
-                stats + slot_at * (2 * LINES),
-                counters + pair,
-                index,
-                leaves,
-                GROUP,
-                LINES,
-                HEAD,
-                GATHER,
-            )
+            held = parts + slot_at * (LINES * HEAD), stats + slot_at * (2 * LINES), counters + pair
+            to = out + token * out_token + kv_index * (GROUP * HEAD)
+            _finish((leaf, leaf_sum, leaf_max), to, held, index, leaves, GROUP, LINES, HEAD, GATHER)
             leaf = gl.zeros([HEAD, 8], gl.float32, SCORES)
             leaf_sum = gl.zeros([64, 8], gl.float32, SCORES)
             leaf_max = gl.full([8], float("-inf"), gl.float32, COLUMN)

@@ -60,7 +60,7 @@ def _num_queries(row, query_start):
 
 
 @gluon.jit
-def _turned(at, is_there, angles, weights, channel, eps, HEAD: gl.constexpr, LEVELS: gl.constexpr, NORM: gl.constexpr):
+def _rotated(at, is_there, angles, weights, channel, eps, HEAD: gl.constexpr, LEVELS: gl.constexpr, NORM: gl.constexpr):
     """Heads at pointers [N, 1], normed, rotated and rounded [N, HEAD]; zeros where there is none."""
     low = gl.load(at + channel, mask=is_there, other=0.0)
     high = gl.load(at + HEAD // 2 + channel, mask=is_there, other=0.0)
@@ -68,15 +68,64 @@ def _turned(at, is_there, angles, weights, channel, eps, HEAD: gl.constexpr, LEV
 
 
 @gluon.jit
+def _angles(cos_sin, positions, token, channel, HEAD: gl.constexpr):
+    """(cosines, sines) of tokens [N, 1]."""
+    at = cos_sin + gl.load(positions + token).to(gl.int64) * HEAD + channel
+    return gl.load(at), gl.load(at + HEAD // 2)
+
+
+@gluon.jit
+def _old_end(row, query_start, seq_lens):
+    """Tokens of a row before the step's."""
+    return row_length(row, query_start, seq_lens) - _num_queries(row, query_start)
+
+
+@gluon.jit
+def _next(place, start, is_done, limit, num_pairs, rows, strides, SHARES: gl.constexpr, SPLITS: gl.constexpr):
+    """(the place, and the first token, of what a program does behind this half, what `sum_half` asks for there).
+
+    rows: their query starts, lengths and tables, and how far apart these are; strides: of blocks and heads.
+    """
+    query_start, seq_lens, table, table_row = rows
+    next_place = gl.where(is_done, place + gl.num_programs(0), place)
+    next_place = next_busy(next_place, limit, num_pairs, query_start, seq_lens, SHARES)
+    next_start = gl.where(is_done, leaf_start(next_place // num_pairs), start + HALF)
+    row, end = next_place % num_pairs // SHARES, -1
+    if next_place < limit:
+        end = _old_end(row, query_start, seq_lens)
+    line = table + row.to(gl.int64) * table_row
+    return next_place, next_start, (line, next_place % SHARES // SPLITS, next_start, end, strides[0], strides[1])
+
+
+@gluon.jit
+def _places_in_v(values, begin, end, token, is_here, HEAD: gl.constexpr):
+    """Where V of the step's tokens from `begin` to `end` - 1 of a half belongs: its first and last 16 lines.
+
+    Of both the lines, what they hold, and which of them are of tokens [16, 1] that are there. V, and so K, is waited
+    for here: the places are filled while scores are on their way.
+    """
+    has_any = begin < end
+    first, last = gl.where(has_any, begin, 0), gl.where(has_any, end - 1, 0)
+    first_lines, last_lines = piece_of(values, first, HEAD), piece_of(values, last, HEAD)
+    first_old = gl.zeros([16, HEAD], values.dtype, PIECE)
+    last_old = first_old
+    if has_any:
+        async_copy.wait_group(0)
+        tl.debug_barrier()
+        first_old, last_old = first_lines.load(PIECE), last_lines.load(PIECE)
+    is_first, is_last = is_here & (token // 16 == first // 16), is_here & (token // 16 == last // 16)
+    return first_lines, first_old, is_first, last_lines, last_old, is_last
+
+
+@gluon.jit
 def _attend_half(
-    keys, values, kv, after, queries, of_step, fresh_v, fresh, last, score_scale, weights_at, leaf, leaf_sum, leaf_max,
-    kv_token: gl.constexpr, HEAD: gl.constexpr, BLOCK: gl.constexpr,
+    keys, values, kv, after, queries, of_step, places, own_v, fresh, last, score_scale, weights_at, leaf, leaf_sum,
+    leaf_max, kv_token: gl.constexpr, HEAD: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """One half, whose K is there. `after`: see `sum_half`.
 
-    fresh: the first of the step's tokens in this half, and the end; their K is in of_step [16, HEAD] alone. fresh_v:
-    the lines in shared memory, twice, among which their V belongs, what these hold, which line is whose, and V. last:
-    the last token that a column sees.
+    fresh: the first of the step's tokens in this half, and the end; their K is in of_step [16, HEAD] alone. places: see
+    `_places_in_v`; own_v: their V. last: the last token that a column sees.
     """
     dtype: gl.constexpr = queries.dtype
     whole = keys._reinterpret(dtype, [HALF, HEAD], SWIZZLED)
@@ -84,15 +133,27 @@ def _attend_half(
     own = mma_v2(of_step.load(LEFT), queries, gl.zeros([16, 8], gl.float32, SCORES))
     begin, end = fresh
     if begin < end:
-        first_lines, first_old, is_first, last_lines, last_old, is_last, new = fresh_v
-        first_lines.store(gl.where(is_first, new, first_old))
-        last_lines.store(gl.where(is_last, new, last_old))
+        first_lines, first_old, is_first, last_lines, last_old, is_last = places
+        first_lines.store(gl.where(is_first, own_v, first_old))
+        last_lines.store(gl.where(is_last, own_v, last_old))
     token = half_tokens()
     scores = gl.where((token >= begin) & (token < end), repeated(own, HALF // 16), scores)
     return sum_half(
-        keys, values, kv, after, scores, token <= last[None, :], score_scale, weights_at, leaf, leaf_sum, leaf_max,
-        kv_token, HEAD, BLOCK,
-    )  # fmt: skip
+        keys,
+        values,
+        kv,
+        after,
+        scores,
+        token <= last[None, :],
+        score_scale,
+        weights_at,
+        leaf,
+        leaf_sum,
+        leaf_max,
+        kv_token,
+        HEAD,
+        BLOCK,
+    )
 
 
 @gluon.jit
@@ -190,7 +251,7 @@ def _rotate_and_attend_columns(
     start = leaf_start(place // num_pairs)
     if place < limit:
         row, kv_index = place % num_pairs // SHARES, place % SHARES // SPLITS
-        end = row_length(row, query_start, seq_lens) - _num_queries(row, query_start)
+        end = _old_end(row, query_start, seq_lens)
         line = table + row.to(gl.int64) * table_row
         ask_half(keys, kv, line, kv_index, start, end, kv_block, kv_head, kv_token, HEAD, BLOCK)
         async_copy.commit_group()
@@ -228,38 +289,16 @@ def _rotate_and_attend_columns(
             row_start + gl.minimum(k_age, num_queries - 1),
             row_start + gl.minimum(v_age, num_queries - 1),
         )
-        q_angle = cos_sin + gl.load(positions + q_token).to(gl.int64) * HEAD + q_channel
-        k_angle = cos_sin + gl.load(positions + k_token).to(gl.int64) * HEAD + k_channel
-        q_angles = (gl.load(q_angle), gl.load(q_angle + HEAD // 2))
-        k_angles = (gl.load(k_angle), gl.load(k_angle + HEAD // 2))
+        q_angles = _angles(cos_sin, positions, q_token, q_channel, HEAD)
+        k_angles = _angles(cos_sin, positions, k_token, k_channel, HEAD)
         slot = gl.load(slots + v_token).to(gl.int64)
         v_place = first + v_age - start
         is_here = (v_age < num_queries) & (v_place >= 0) & (v_place < HALF)
-        # What comes next.
         is_done = start + HALF >= leaf_end
-        next_place = gl.where(is_done, place + gl.num_programs(0), place)
-        next_place = next_busy(next_place, limit, num_pairs, query_start, seq_lens, SHARES)
-        next_start = gl.where(is_done, leaf_start(next_place // num_pairs), start + HALF)
-        next_row = next_place % num_pairs // SHARES
-        next_end = -1
-        if next_place < limit:
-            next_end = row_length(next_row, query_start, seq_lens) - _num_queries(next_row, query_start)
-        next_line = table + next_row.to(gl.int64) * table_row
-        after = (next_line, next_place % SHARES // SPLITS, next_start, next_end, kv_block, kv_head)
+        rows, strides = (query_start, seq_lens, table, table_row), (kv_block, kv_head)
+        next_place, next_start, after = _next(place, start, is_done, limit, num_pairs, rows, strides, SHARES, SPLITS)
         fresh_begin, fresh_end = gl.maximum(first - start, 0), gl.minimum(seq_len - start, HALF)
-        has_fresh = fresh_begin < fresh_end
-        first_place, last_place = gl.where(has_fresh, fresh_begin, 0), gl.where(has_fresh, fresh_end - 1, 0)
-        first_lines, last_lines = piece_of(values, first_place, HEAD), piece_of(values, last_place, HEAD)
-        first_old = gl.zeros([16, HEAD], dtype, PIECE)
-        last_old = first_old
-        if has_fresh:  # V, and so K, is there: the step's places in V are filled while scores are on their way
-            async_copy.wait_group(0)
-            tl.debug_barrier()
-            first_old, last_old = first_lines.load(PIECE), last_lines.load(PIECE)
-        is_first, is_last = (
-            is_here & (v_place // 16 == first_place // 16),
-            is_here & (v_place // 16 == last_place // 16),
-        )
+        places = _places_in_v(values, fresh_begin, fresh_end, v_place, is_here, HEAD)
         tl.debug_barrier()
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -267,8 +306,8 @@ def _rotate_and_attend_columns(
         q_at = qkv + q_token * qkv_token + (kv_index * GROUP + q_line % GROUP) * HEAD
         k_at = qkv + k_token * qkv_token + (KV_HEADS * GROUP + kv_index) * HEAD
         v_at = qkv + v_token * qkv_token + (KV_HEADS * (GROUP + 1) + kv_index) * HEAD + whole
-        own_q = _turned(q_at, is_query, q_angles, q_weights, q_channel, eps, HEAD, LEVELS, NORM)
-        own_k = _turned(k_at, k_age < num_queries, k_angles, k_weights, k_channel, eps, HEAD, LEVELS, NORM)
+        own_q = _rotated(q_at, is_query, q_angles, q_weights, q_channel, eps, HEAD, LEVELS, NORM)
+        own_k = _rotated(k_at, k_age < num_queries, k_angles, k_weights, k_channel, eps, HEAD, LEVELS, NORM)
         own_v = gl.load(v_at, mask=is_here, other=0.0)
         turned.store(own_q)
         for again in gl.static_range(16 // FRESH):
@@ -278,11 +317,10 @@ def _rotate_and_attend_columns(
         column = gl.arange(0, 8, COLUMN)
         last = gl.minimum(first + first_query + column // GROUP, seq_len - 1) - start
         leaf, leaf_sum, leaf_max = _attend_half(
-            keys, values, kv, after, turned.permute((1, 0)).load(RIGHT), of_step,
-            (first_lines, first_old, is_first, last_lines, last_old, is_last, own_v), (fresh_begin, fresh_end), last,
-            score_scale, weights_at, leaf, leaf_sum, leaf_max, kv_token, HEAD, BLOCK,
+            keys, values, kv, after, turned.permute((1, 0)).load(RIGHT), of_step, places, own_v,
+            (fresh_begin, fresh_end), last, score_scale, weights_at, leaf, leaf_sum, leaf_max, kv_token, HEAD, BLOCK,
         )  # fmt: skip
-        if has_fresh & (first_query == 0):
+        if (fresh_begin < fresh_end) & (first_query == 0):
             stored = kv + (slot // BLOCK * kv_block + kv_index * kv_head + slot % BLOCK * kv_token) + whole
             gl.store(stored, of_step.load(PIECE), mask=is_here & (slot >= 0))
             gl.store(stored + HEAD, own_v, mask=is_here & (slot >= 0))

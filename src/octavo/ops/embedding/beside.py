@@ -24,18 +24,22 @@ def embed_beside(
     pick: Tensor | None = None,
     *,
     normed: bool = True,
+    behind_draw: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """([T, 2 * size]: the embedding of `ids`, and `states`, side by side; the states by themselves [T, size]).
 
     ids: [T] int64; table: as `gather_rows`' or `embed_rows`', of rows [size]; states: [T, size]. norms: weights [size]
     float32 of RMS norms of both; None: both stay as they are. pick: [T] int64, places at which ids and states are taken
-    from longer ones; None: all. normed: whether the second result is; else it is as it was.
+    from longer ones; None: all. normed: whether the second result is; else it is as it was. behind_draw: whether a draw
+    of drafts was launched since anything that later kernels read early, see `octavo.ops.compile.launch`.
     """
     if states.is_cuda:
         from octavo.ops.embedding import beside_gpu
 
         plain = table.storage if isinstance(table, LinearWeight) else table
-        return beside_gpu.embed_beside(ids, plain, scale, states, norms, eps, pick, normed=normed)
+        return beside_gpu.embed_beside(
+            ids, plain, scale, states, norms, eps, pick, normed=normed, behind_draw=behind_draw
+        )
     return embed_beside_composed(ids, table, scale, states, norms, eps, pick, normed=normed)
 
 

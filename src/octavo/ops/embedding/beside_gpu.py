@@ -1,7 +1,8 @@
 """Embedded tokens and hidden states side by side on a GPU: `embed_beside` of `octavo.ops.embedding.beside`.
 
 Owns the kernel. Invariant: the bits are those of the gather and of `octavo.ops.norm.gpu`'s kernel. It begins when all
-before it is done, and so do all kernels behind it, see `octavo.ops.compile.launch`: a drafter's pass begins with it.
+before it is done, and so do all kernels behind it, see `octavo.ops.compile.launch`: a drafter's pass begins with it. A
+pass behind a draw of drafts has that from the draw.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.compile.launch import begin_whole, chained, launched
+from octavo.ops.compile.launch import begin_whole, chained, end_before, launched, wait_before
 from octavo.ops.compile.row_sum import padded_length
 from octavo.ops.norm.gpu import inverse_norm
 
@@ -23,15 +24,20 @@ _CHANNELS_PER_WARP = 1024  # moves no bit
 def _beside(
     ids, table, states, first_norm, second_norm, pick, both, own, scale, eps, states_row, SIZE: tl.constexpr,
     PADDED: tl.constexpr, LEVELS: tl.constexpr, SCALED: tl.constexpr, NORM: tl.constexpr, PICK: tl.constexpr,
-    NORMED: tl.constexpr, PDL: tl.constexpr,
+    NORMED: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, 0): its embedding; (token, 1): its state."""
+    if not WHOLE:
+        end_before(PDL)
     token, is_state = tl.program_id(0).to(tl.int64), tl.program_id(1) == 1
     channel = tl.arange(0, PADDED)
     inside = channel < SIZE
     if NORM:
         weight = tl.load((second_norm if is_state else first_norm) + channel, mask=inside, other=0.0)
-    begin_whole(PDL)
+    if WHOLE:
+        begin_whole(PDL)
+    else:
+        wait_before(PDL)
     source = tl.load(pick + token).to(tl.int64) if PICK else token
     dtype = both.dtype.element_ty
     if is_state:
@@ -65,6 +71,7 @@ def embed_beside(
     pick: Tensor | None,
     *,
     normed: bool = True,
+    behind_draw: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `octavo.ops.embedding.beside.embed_beside`."""
     assert table.is_contiguous() and states.stride(1) == 1, "the table and a state's channels are contiguous"
@@ -78,7 +85,7 @@ def embed_beside(
         _beside[(num_tokens, 2)](
             ids, table, states, first, second, ids if pick is None else pick, both, own, scale, eps, states.stride(0),
             SIZE=size, PADDED=padded, LEVELS=padded.bit_length() - 1, SCALED=scale != 1.0, NORM=norms is not None,
-            PICK=pick is not None, NORMED=normed, num_warps=min(max(padded // _CHANNELS_PER_WARP, 1), 16),
-            enable_fp_fusion=False, **chained(states.device),
+            PICK=pick is not None, NORMED=normed, WHOLE=not behind_draw,
+            num_warps=min(max(padded // _CHANNELS_PER_WARP, 1), 16), enable_fp_fusion=False, **chained(states.device),
         )  # fmt: skip
     return both, own

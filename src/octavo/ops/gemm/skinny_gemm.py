@@ -116,7 +116,8 @@ def serves(
 
 def _clusters(x: Tensor, weight: Tensor, activation: str | None) -> bool:
     """Whether a kernel beside the norm is faster: of long weights, which it streams better."""
-    has_tile = cluster_gemm.tile_for(x.shape[0], *weight.shape, activation is not None) is not None
+    n, k = weight.shape
+    has_tile = cluster_gemm.tile_for(x.shape[0], n, k, activation is not None) is not None
     return has_tile and cluster_gemm.serves(x, weight, None, activation)
 
 

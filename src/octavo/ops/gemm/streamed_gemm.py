@@ -39,9 +39,21 @@ def _ask(ring, at, step, first, stride, K: gl.constexpr, PART: gl.constexpr, STA
 
 @launched(gluon.jit(do_not_specialize=["num_rows"]))
 def _streamed_rows(
-    x, weight, out, num_rows, x_stride, out_stride, N: gl.constexpr, K: gl.constexpr, BN: gl.constexpr,
-    WARPS: gl.constexpr, PART: gl.constexpr, STAGES: gl.constexpr, GATHER: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    out,
+    num_rows,
+    x_stride,
+    out_stride,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    BN: gl.constexpr,
+    WARPS: gl.constexpr,
+    PART: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATHER: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """Every so many groups of BN channels of all rows. STAGES: of the ring."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.compile.launch import chained, end_before, launched, wait_before
+from octavo.ops.compile.launch import begin_whole, chained, launched
 from octavo.ops.inputs.tensors import RowTensors
 from octavo.ops.sampling.gpu import scratch_of
 from octavo.ops.sampling.noise import gumbel, stream_key, uniform_words
@@ -37,10 +37,9 @@ def _draw_drafts(
 ):  # fmt: skip
     """Program (line, split): the best of `share` entries; the last program of a line takes the best of them.
 
-    All but the logits is there before: the pass began whole, behind the commit. So the noise of the first tile is ready
-    when the logits are.
+    All but the logits is there before: the first pass began whole, behind the commit. So the noise of the first tile is
+    ready when the logits are. It begins whole itself: so the next pass need not, and its weights are on their way.
     """
-    end_before(PDL)
     line, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(rows + line)
     total = tl.load(total_len + row)
@@ -55,7 +54,7 @@ def _draw_drafts(
     token, own_noise = _noise_of(ids, at, num_places, low, high, amount, MAPPED)
     best, best_id = tl.full((TILE,), float("-inf"), tl.float32), tl.full((TILE,), 0, tl.int32)
     logits += line * logits_row
-    wait_before(PDL)
+    begin_whole(PDL)
     for index in range(tl.cdiv(tl.minimum(share, num_places - start), TILE)):
         if index > 0:
             at += TILE
