@@ -45,7 +45,7 @@ def test_P_4_D_2_blocks_of_another_gpu_give_one_engines_bits(layout: str) -> Non
     with LLM(**fields) as alone:
         expected = bits(alone.generate(PROMPTS, PARAMS))
     with (
-        peer({**fields, "kv_transfer_config": config("kv_producer")}, CUDA_VISIBLE_DEVICES="1") as other,
+        peer({**fields, "kv_transfer_config": config("kv_producer")}, CUDA_VISIBLE_DEVICES="1,0") as other,
         LLM(**fields, kv_transfer_config=config("kv_consumer")) as llm,
     ):
         for _ in range(3):  # from the second time on over the same group
