@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # One H200 that nothing else uses: blocks between its cache, the host's memory and files. From the repository's root of a
 # checkout; logs under $OUT. Names of parts, or none for all (about 220 s): gpu speed ways bits sides blhnc
-#   gpu: tests of copies, of loads that a step waits for, and of NCCL refused in time (40 s)
+#   gpu: tests of copies, and of loads that a step waits for (40 s, or twice that where kernels are to be compiled)
 #   speed: `octavo bench connectors` of 8b: hits beside recomputation, copies beside decoding (40 s)
 #   ways: copies ordered in other ways beside decoding (45 s); the default's lines are its first and its last
 #   bits: of 0.6b and of a model with states, from host memory, alone and among others (40 s)
-#   sides: blocks between sides that differ, by p2p, and nixl both ways (40 s); blhnc: speed of 0.6b in such a layout (25 s)
+#   sides: blocks between sides that differ, by p2p, and nixl both ways, and NCCL refused in time (60 s)
+#   blhnc: speed of 0.6b in such a layout (25 s)
 # Table last. PY names the interpreter. Two GPUs: two_gpus.sh.
 set -u
 PY=${PY:-python3}; OUT=${OUT:-/tmp}
@@ -18,12 +19,12 @@ part() { # name, seconds, command
   timeout -s INT -k 10 "$seconds" "$@" > "$OUT/connectors_$name.txt" 2>&1; rc=$?
   codes="$codes $name $rc after $SECONDS s;"
 }
-part gpu 90 $T -k "O_1 or O_2 or C_13 or P_3"
+part gpu 90 $T -k "O_2 or a_request_alone or cross_the_bus"
 part speed 90 $PY -m octavo bench connectors --shape 8b --length 2000 --rows 64
 part ways 90 $PY bench/h200/copies.py --shape 8b
 part bits_attention 45 $PY -m octavo bench reproducibility --shape 0.6b --tokens 2000 --axis "host memory" --axis "host memory, alone"
 part bits_states 45 $PY -m octavo bench reproducibility --model octavo-tiny-hybrid --tokens 2000 --axis "host memory"
-part sides 110 $T -k T_2
+part sides 130 $T -k "T_2 or O_1_C_13 or P_3"
 part blhnc 50 $PY -m octavo bench connectors --shape 0.6b --length 2000 --rows 64 --kv-cache-layout BLHNC
 echo "exit codes:$codes"
 show() { [ -f "$OUT/connectors_$1.txt" ] && { echo "--- $1"; grep -v '^{' "$OUT/connectors_$1.txt" | tail -"$2" | cut -c1-200; }; }
