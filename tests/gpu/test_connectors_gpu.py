@@ -179,7 +179,7 @@ def test_C_13_a_request_alone_is_computed_behind_its_load(
     monkeypatch.setattr(Mover, "begin_now", noted)
     fields = {**FIELDS, "kv_cache_layout": layout}
     if drafts:
-        fields["speculative_config"] = {"method": "eagle3", "model": "octavo-tiny-eagle3"}
+        fields["speculative_config"] = {"method": "eagle3", "model": "octavo-tiny-eagle3", "num_speculative_tokens": 3}
     prompts = [*LONG, list(range(100, 356))]  # the last one is whole blocks
     with LLM(**fields) as alone:
         expected = [bits(alone.generate([prompt], PARAMS)) for prompt in prompts]
