@@ -31,4 +31,4 @@ show() { [ -f "$OUT/connectors_$1.txt" ] && { echo "--- $1"; grep -v '^{' "$OUT/
 for name in sides gpu; do case "$WANTED" in *" $name "*) show $name 6;; esac; done
 case "$WANTED" in *" bits "*) show bits_attention 5; show bits_states 4;; esac
 for name in blhnc speed; do case "$WANTED" in *" $name "*) show $name 25;; esac; done
-case "$WANTED" in *" ways "*) show ways 12;; esac
+case "$WANTED" in *" ways "*) show ways 14;; esac

@@ -66,6 +66,8 @@ def main() -> None:
             found = [statistics.median(each[name] for each in rounds) for name in NAMES]
             line = f"{way[0]:>5}{way[1]:>6}  {way[2]:>4.2f}, {way[3]:>4.2f}   {found[0]:>10.1f}  {found[1]:>14.3f}"
             print(f"{line}   {found[2]:>10.1f}  {found[3]:>14.3f}", flush=True)
+    shown = ", ".join(f"{windows.rate / 1e9:.1f}" for windows in _Noted.made)
+    print(f"the bus as windows show it, GB/s from the GPU and to it: {shown}")
 
 
 if __name__ == "__main__":
