@@ -128,6 +128,8 @@ class Trainer:
         """Make its calls until it says `end`."""
         assert self._process.stdout is not None, "a pipe"
         for line in iter(self._process.stdout.readline, ""):
+            if not line.startswith("{"):  # a library's
+                continue
             words = json.loads(line)
             if end in words:
                 return

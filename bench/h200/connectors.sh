@@ -1,25 +1,34 @@
 #!/usr/bin/env bash
-# One H200, about 200 s and at most 440 s, or two, at most 560 s: `host` and file hits against recomputation, copies beside decoding (8b in the default layout, then
-# 0.6b in a block-outermost one), the same bits from host memory, states among them, blocks between sides that
-# differ (by `p2p`, and `nixl` both ways), and blocks by NCCL (one GPU: refused in time; two: the same bits,
-# and the rate of fetches beside the link's).
-# Table last. Run in the repository root; PY names the interpreter.
+# One H200 that nothing else uses: blocks between its cache, the host's memory and files. From the repository's root of a
+# checkout; logs under $OUT. Names of parts, or none for all (about 220 s): gpu speed ways bits sides blhnc
+#   gpu: tests of copies, and of loads that a step waits for (40 s, or twice that where kernels are to be compiled)
+#   speed: `octavo bench connectors` of 8b: hits beside recomputation, copies beside decoding (40 s)
+#   ways: copies ordered in other ways beside decoding (45 s); the default's lines are its first and its last
+#   bits: of 0.6b and of a model with states, from host memory, alone and among others (40 s)
+#   sides: blocks between sides that differ, by p2p, and nixl both ways, and NCCL refused in time (60 s)
+#   blhnc: speed of 0.6b in such a layout (25 s)
+# Table last. PY names the interpreter. Two GPUs: two_gpus.sh.
 set -u
 PY=${PY:-python3}; OUT=${OUT:-/tmp}
-export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
-timeout 110 $PY -m octavo bench connectors --shape 8b --length 2000 --rows 64 > "$OUT/connectors_default.txt" 2>&1; a=$?
-timeout 50 $PY -m octavo bench connectors --shape 0.6b --length 2000 --rows 64 --kv-cache-layout BLHNC > "$OUT/connectors_blhnc.txt" 2>&1; b=$?
-timeout 45 $PY -m octavo bench reproducibility --shape 0.6b --tokens 2000 --axis "host memory" > "$OUT/connectors_bits.txt" 2>&1; c=$?
-timeout 45 $PY -m octavo bench reproducibility --model octavo-tiny-hybrid --tokens 2000 --axis "host memory" > "$OUT/connectors_states.txt" 2>&1; e=$?
-timeout -s INT -k 10 80 $PY -m pytest -q -n 0 -o addopts= -m gpu -rsfE tests/gpu/test_connectors_gpu.py -k "not T_2" > "$OUT/connectors_nccl.txt" 2>&1; d=$?
-timeout -s INT -k 10 110 $PY -m pytest -q -n 0 -o addopts= -m gpu -rsfE tests/gpu/test_connectors_gpu.py -k T_2 > "$OUT/connectors_sides.txt" 2>&1; g=$?
-f=-; if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then
-  timeout 120 $PY bench/pair.py --shape 8b --length 4000 p2p:nccl nixl p2p > "$OUT/connectors_pair.txt" 2>&1; f=$?
-  grep -v '^{' "$OUT/connectors_pair.txt" | tail -13
-fi
-echo "exit codes: 8b default layout $a, 0.6b BLHNC $b, bits $c, of states $e, NCCL $d, a pair $f, sides that differ $g"
-tail -6 "$OUT/connectors_sides.txt" | cut -c1-200
-tail -6 "$OUT/connectors_nccl.txt" | cut -c1-200
-tail -4 "$OUT/connectors_bits.txt" | cut -c1-200
-tail -4 "$OUT/connectors_states.txt" | cut -c1-200
-for name in connectors_default connectors_blhnc; do grep -v '^{' "$OUT/$name.txt" | tail -20; done
+export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+WANTED=" ${*:-gpu speed ways bits sides blhnc} "; codes=""
+T="$PY -m pytest -q -n 0 -p no:cacheprovider -o addopts= -m gpu -rsfE tests/gpu/test_connectors_gpu.py"
+part() { # name, seconds, command
+  local name=$1 seconds=$2 rc; shift 2
+  case "$WANTED" in *" ${name%%_*} "*) ;; *) return 0;; esac
+  timeout -s INT -k 10 "$seconds" "$@" > "$OUT/connectors_$name.txt" 2>&1; rc=$?
+  codes="$codes $name $rc after $SECONDS s;"
+}
+part gpu 90 $T -k "O_2 or a_request_alone or cross_the_bus"
+part speed 90 $PY -m octavo bench connectors --shape 8b --length 2000 --rows 64
+part ways 90 $PY bench/h200/copies.py --shape 8b
+part bits_attention 45 $PY -m octavo bench reproducibility --shape 0.6b --tokens 2000 --axis "host memory" --axis "host memory, alone"
+part bits_states 45 $PY -m octavo bench reproducibility --model octavo-tiny-hybrid --tokens 2000 --axis "host memory"
+part sides 130 $T -k "T_2 or O_1_C_13 or P_3"
+part blhnc 50 $PY -m octavo bench connectors --shape 0.6b --length 2000 --rows 64 --kv-cache-layout BLHNC
+echo "exit codes:$codes"
+show() { [ -f "$OUT/connectors_$1.txt" ] && { echo "--- $1"; grep -v '^{' "$OUT/connectors_$1.txt" | tail -"$2" | cut -c1-200; }; }
+for name in sides gpu; do case "$WANTED" in *" $name "*) show $name 6;; esac; done
+case "$WANTED" in *" bits "*) show bits_attention 5; show bits_states 4;; esac
+for name in blhnc speed; do case "$WANTED" in *" $name "*) show $name 25;; esac; done
+case "$WANTED" in *" ways "*) show ways 14;; esac

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from typing import Any
+from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 
 from octavo.bench import connectors
 from octavo.bench.shapes import SHAPES
 from octavo.kv_connector.worker import cache_bytes
+from octavo.ops.windows import Windows
 
 WAYS = (  # MiB, under way, share to the GPU, share from it
     (32, 3, 1.0, 1.0),
@@ -27,11 +29,14 @@ WAYS = (  # MiB, under way, share to the GPU, share from it
 NAMES = ("load_gb_s", "beside_loads_share", "save_gb_s", "beside_saves_share")
 
 
-def lanes_of(phases: connectors.Phases) -> dict[bool, Any]:
-    """The two directions of an engine's copies; none on a CPU."""
-    worker: Any = phases.llm.engine.core._executor  # type: ignore[attr-defined]
-    lanes: dict[bool, Any] = worker._worker._connector._handler._cache._lanes
-    return lanes
+class _Noted(Windows):
+    """Those of an engine: from its cache, then to it. A CPU has none."""
+
+    made: ClassVar[list[Windows]] = []
+
+    def __init__(self, most: int, share: float, computes: Callable[[], bool]) -> None:
+        super().__init__(most, share, computes)
+        self.made.append(self)
 
 
 def main() -> None:
@@ -50,16 +55,19 @@ def main() -> None:
         f"the bus: {bus.get('bus_to_device_gb_s', 0):.1f} GB/s to the GPU, {bus.get('bus_to_host_gb_s', 0):.1f} from it"
     )
     print(f"{'MiB':>5}{'ahead':>6}{'shares':>12}   loads GB/s  decoding keeps   saves GB/s  decoding keeps")
+    cache_bytes.Windows = _Noted  # type: ignore[misc]
     fields = {"device": device, "dtype": dtype}
     with connectors.decoding(options.shape, options.length, fields, num_rows=options.rows) as phases:
         for way in (usual, *WAYS, usual):
             cache_bytes._WINDOW_BYTES = way[0] << 20
-            for to_cache, lane in lanes_of(phases).items():
-                lane._windows._most, lane._windows.share = way[1], way[2] if to_cache else way[3]
+            for windows, share in zip(_Noted.made, (way[3], way[2]), strict=False):
+                windows.most, windows.share = way[1], share
             rounds = [phases.round() for _ in range(options.rounds)]
             found = [statistics.median(each[name] for each in rounds) for name in NAMES]
             line = f"{way[0]:>5}{way[1]:>6}  {way[2]:>4.2f}, {way[3]:>4.2f}   {found[0]:>10.1f}  {found[1]:>14.3f}"
             print(f"{line}   {found[2]:>10.1f}  {found[3]:>14.3f}", flush=True)
+    shown = ", ".join(f"{windows.rate / 1e9:.1f}" for windows in _Noted.made)
+    print(f"the bus as windows show it, GB/s from the GPU and to it: {shown}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from octavo.cache.policies import make_policies
 from octavo.config.kv_transfer import EXTRA, Extra, KVTransferConfig, refuse
 from octavo.kv_connector import Connector, ConnectorStats, SilentConnector, Transfer, TransferResults
 from octavo.kv_connector.orders import EngineSide, Order, Orders
+from octavo.kv_connector.peers import NIXL
 from octavo.kv_connector.peers.offers import Wanted
 from octavo.request.request import FinishReason, Request
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _MAX_EARLY = 1 << 12  # transfer ids that are released before they are on offer
-NIXL = ("nixl_cu12", "nixl_cu13")  # its packages, of the same calls: for CUDA 12 and 13
 _REMOTE = ("remote_host", "remote_port", "transfer_id", "remote_num_tokens")
 # of vLLM's P2pNcclConnector
 _VLLMS = ("proxy_ip", "proxy_port", "http_port", "send_type", "nccl_num_channels", "mem_pool_size_gb")

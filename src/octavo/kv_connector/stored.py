@@ -230,6 +230,8 @@ class StoredConnector(SilentConnector):
     def _save(self, save: Transfer, *, has_ended: bool) -> bool:
         if not self._saves:
             return False
+        if self._now:  # what they read may have to give way
+            self._look()
         end = save.request.num_prompt if self._prompt_only else save.end
         end = min(save.end, self._limit(save.request, "max_offload_tokens", end))
         pairs = [

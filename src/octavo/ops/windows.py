@@ -35,7 +35,7 @@ class Windows:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """most: windows under way. share: of the bus's rate while `computes()` says that steps run; 1: all of it."""
-        self._most, self.share, self._computes = most, share, computes
+        self.most, self.share, self._computes = most, share, computes
         self._clock, self._sleep = clock, sleep
         self._under_way = collections.deque[tuple[Event, int]]()  # with their bytes
         self._last: Event | None = None  # that was waited for
@@ -45,14 +45,14 @@ class Windows:
 
     def make_room(self, num_bytes: int) -> None:
         """Wait until the next window may be ordered."""
-        while len(self._under_way) >= self._most:
+        while len(self._under_way) >= self.most:
             self._take()
         now = self._clock()
         if not self.rate or self.share >= 1 or not self._computes():
             self._due = now
             return
         seconds = num_bytes / (self.share * self.rate)
-        self._due = max(self._due, now - (self._most - 1) * seconds)  # who is late catches up by so many windows
+        self._due = max(self._due, now - (self.most - 1) * seconds)  # who is late catches up by so many windows
         if self._due > now:
             self._sleep(self._due - now)
         self._due += seconds

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from octavo.kv_connector.p2p import NIXL
+from octavo.kv_connector.peers import NIXL
 from octavo.kv_connector.worker.pair import Pair, TransferError
 
-POLL = 0.0002  # seconds between two questions
+POLL = 0.0002  # seconds between two questions whether the other side wants something
+_LOOK = 0.00003  # seconds between two looks at a transfer, of which each may let it go on
 
 
 def _library() -> Any:
@@ -110,7 +111,7 @@ class NixlAgent:
             while state == "PROC":
                 if time.monotonic() > until:
                     raise TransferError(f"{pair.peer}: a {what} of blocks did not end within {pair.timeout:g} s")
-                time.sleep(POLL)
+                time.sleep(_LOOK)
                 with self._lock:
                     state = self._agent.check_xfer_state(handle)
             if state != "DONE":
