@@ -173,8 +173,7 @@ def _decode_heads(
         c_seen = _seen(
             conv, of_row, of_states, c_channel, within, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, HAS_BIAS
         )
-    if ONE:
-        begin_after(PDL)
+    begin_after(PDL)  # of later groups it waits for nothing
     if WIDTH > 0:
         new_x = _convolved(
             fresh, x_seen, conv, of_row, of_states, x_channel, is_x, ONE | (tile == 0), CHUNK, WIDTH, CHANNELS,
@@ -308,7 +307,6 @@ def mamba2_decode(
             SEEN_FORM, WIDTH, HAS_BIAS, SILU, PRECISION, STAGES, ONE, PDL,
         )  # fmt: skip
     else:
-        begin_after(PDL)
         for group in range(first // (HEADS // GROUPS), (behind - 1) // (HEADS // GROUPS) + 1):
             _decode_heads(
                 group, first, behind, tile, step, inputs, given, conv, made, HEADS, GROUPS, SIZE, WIDE,
