@@ -118,7 +118,7 @@ class Products:
         text = "same bits" if same else "OTHER BITS"
         return f"{text}; us: {old:.1f} ({plain:.1f} of it the product), {new:.1f} in one, limit {limit:.1f}"
 
-    def one_row(self, weight: LinearWeight, activation: str | None) -> str:
+    def gemv_tiles(self, weight: LinearWeight, activation: str | None) -> str:
         """Of one row by a norm and a large weight: tiles of `octavo.ops.gemm.gemv`."""
         from octavo.ops.gemm import gemv
 
@@ -156,7 +156,7 @@ def decoding(num_rows: int, computed: int) -> str:
 
     sizes = states.sizes_of("mamba2")
     heads, found, expected = sizes[0], list[str](), list[torch.Tensor]()
-    chosen = gpu._programs_of(heads, num_rows)
+    chosen = gpu.programs_of(heads, num_rows)
     counts = [heads if num_rows < 16 else 16, chosen, *(count for count in (2, 3, 4, 6, 8, 12, 24, heads))]
     torch.manual_seed(1)
     case, spec = state_rig.convolved_mamba2(BF16, sizes, device=DEVICE)
@@ -171,7 +171,7 @@ def decoding(num_rows: int, computed: int) -> str:
     for count in dict.fromkeys(counts):
         if count > heads or (not DRY and (num_rows * heads / count > 24 * 1024 or num_rows * count > 8192)):
             continue
-        with mock.patch.object(gpu, "_programs_of", lambda *_, count=count: count):
+        with mock.patch.object(gpu, "programs_of", lambda *_, count=count: count):
             text = f"{count}:"
             for ahead in (True, False):
                 rows.case = apart if ahead else case
@@ -199,7 +199,7 @@ def before() -> Iterator[None]:
         mock.patch.object(fusions, "FUSIONS", rows),
         mock.patch.object(fusions.LayerLines, "mixes_no_tokens", False),
         mock.patch.object(mlp, "activated_linear", lambda x, weight, kind: activate(linear(x, weight), kind)),
-        mock.patch.object(gpu, "_programs_of", eight_heads),
+        mock.patch.object(gpu, "programs_of", eight_heads),
         mock.patch.object(Mamba2Scan, "mix_behind", lambda self, conv, xbc, dt: self.mix(conv.mix(xbc), dt)),
     ):
         yield
@@ -232,8 +232,8 @@ def main() -> None:
             attempt(f"products of {rows} rows", products.compare, rows)
         for rows in (8,) if DRY else (5, 64, 128, 256, 320, 400, 512, 1024, 2048, 8192):
             attempt(f"squared, {rows} rows", products.squared, rows)
-        attempt("one row, up", products.one_row, products.up, "relu2")
-        attempt("one row, project", products.one_row, products.project, None)
+        attempt("one row, up", products.gemv_tiles, products.up, "relu2")
+        attempt("one row, project", products.gemv_tiles, products.project, None)
         del products
         attempt("bits over cuts", cuts, F32 if DRY else BF16)
         for rows in (2,) if DRY else (1, 4, 8, 16, 64, 128, 256, 512):

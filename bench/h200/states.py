@@ -240,23 +240,26 @@ def tiles(name: str, kind: str, counts: Sequence[int], computed: int) -> str:
 
 
 def candidates(counts: Sequence[int], computed: int) -> str:
-    """Microseconds of Mamba-2's decoding with other constants: (heads of a program, stages, warps, registers)."""
+    """Microseconds of Mamba-2's decoding with other constants: (programs of a row, stages, warps, registers)."""
     from octavo.states import gpu
 
-    names = ("_DECODE_HEADS", "_DECODE_STAGES", "_DECODE_REGISTERS")
+    names = ("programs_of", "_DECODE_STAGES", "_DECODE_REGISTERS")
     before, tile, found = [getattr(gpu, name) for name in names], gpu._MAMBA2_TILES["decode"], []
-    for heads, stages, warps, most in (
-        (8, 2, 4, 168),
-        (4, 2, 4, 168),
+    chosen = gpu.programs_of(sizes_of("mamba2")[0], len(counts))
+    for programs, stages, warps, most in (
+        (chosen, 2, 4, 168),
         (16, 2, 4, 168),
-        (8, 3, 8, None),
-        (8, 1, 4, 168),
+        (8, 2, 4, 168),
+        (chosen, 3, 8, None),
+        (chosen, 1, 4, 168),
     ):
-        for name, value in zip(names, (heads, stages, most), strict=True):
+        ways = (lambda *_, programs=programs: programs), stages, most
+        for name, value in zip(names, ways, strict=True):
             setattr(gpu, name, value)
         gpu._MAMBA2_TILES["decode"] = tile[0], warps
         with contextlib.suppress(Exception):  # it needs more shared memory than there is
-            found.append(f"{heads} heads {stages} stages {warps} warps {timed('mamba2', counts, computed)[0]:.0f}")
+            us = timed("mamba2", counts, computed)[0]
+            found.append(f"{programs} programs {stages} stages {warps} warps {us:.0f}")
     for name, value in zip(names, before, strict=True):
         setattr(gpu, name, value)
     gpu._MAMBA2_TILES["decode"] = tile
@@ -278,18 +281,15 @@ def advances(counts: Sequence[int]) -> str:
     return f"us: {', '.join(found)}"
 
 
-def programs_of(num_rows: int) -> str:
-    """Microseconds where rows decode: of a convolution by channels of a program, of Mamba-2 by programs at least."""
+def convolution_of(num_rows: int) -> str:
+    """Microseconds where rows decode, of a convolution by itself, by channels of a program."""
     from octavo.states import gpu
 
-    before, found = (gpu._DECODE_CHANNELS, gpu._DECODE_PROGRAMS), []
+    before, found = gpu._DECODE_CHANNELS, []
     for channels in (256, 512, 1024):
         gpu._DECODE_CHANNELS = channels
-        found.append(f"conv {channels} {timed('conv', [1] * num_rows, 160)[0]:.1f}")
-    for programs in (64, 1024, 1 << 20):
-        gpu._DECODE_PROGRAMS = programs
-        found.append(f"{programs} programs {timed('mamba2', [1] * num_rows, 160)[0]:.1f}")
-    gpu._DECODE_CHANNELS, gpu._DECODE_PROGRAMS = before
+        found.append(f"{channels} channels {timed('conv', [1] * num_rows, 160)[0]:.1f}")
+    gpu._DECODE_CHANNELS = before
     return f"us: {', '.join(found)}"
 
 
@@ -461,7 +461,7 @@ def main() -> None:
             attempt(f"bits {name} bfloat16", bits, name, F32 if DRY else BF16)
         for num_rows in (2,) if DRY else (1, 8, 64, 256, 512):
             attempt(f"decode mamba2 {num_rows} rows at 160", decode, "mamba2", num_rows, 70 if DRY else 160)
-            attempt(f"programs of {num_rows} rows", programs_of, num_rows)
+            attempt(f"convolution of {num_rows} rows", convolution_of, num_rows)
         for num_rows in (2,) if DRY else (1, 64, 256):
             attempt(f"all {num_rows} rows at a border", advances, [1] * num_rows)
     if "products" in sys.argv:

@@ -135,7 +135,7 @@ def check_decoding(device: str, name: str, dtype: torch.dtype, sizes: tuple[int,
 def several_heads_decode() -> None:
     """By one program, which reads one while it computes another, of several groups; and by uneven ones."""
     for programs in (1, 3):
-        with unittest.mock.patch.object(gpu, "_programs_of", lambda *_, programs=programs: programs):
+        with unittest.mock.patch.object(gpu, "programs_of", lambda *_, programs=programs: programs):
             check_decoding("cpu", "mamba2", torch.float32, (4, 16, 2, 16))
 
 
@@ -143,7 +143,7 @@ def convolution_in_mamba2() -> None:
     """Where rows decode across a border: the bits of both kernels, and what they keep, however heads are shared."""
     made = []
     for apart, programs in ((True, 4), (False, 4), (False, 1), (False, 3)):
-        with unittest.mock.patch.object(gpu, "_programs_of", lambda *_, programs=programs: programs):
+        with unittest.mock.patch.object(gpu, "programs_of", lambda *_, programs=programs: programs):
             case, spec = rig.convolved_mamba2(apart=apart)
             chunk = case.part.chunk
             rows = rig.Rows(case, GpuStates(), rig.draw_all(case, (chunk + 4, 2 * chunk + 2, 7)), spec=spec)

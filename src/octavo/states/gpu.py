@@ -6,7 +6,6 @@ device, so graphs may hold it.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from octavo.ops.scan.delta_walk_gpu import delta_chunks, delta_walk
 from octavo.ops.scan.gates_gpu import normalize_keys, scan_gates
 from octavo.ops.scan.kept import Form, form_of
 from octavo.ops.scan.mamba1_gpu import mamba1_scan
-from octavo.ops.scan.mamba2_decode_gpu import mamba2_decode
+from octavo.ops.scan.mamba2_decode_gpu import mamba2_decode, programs_of
 from octavo.ops.scan.mamba2_gpu import mamba2_advance, mamba2_scan
 from octavo.ops.scan.mamba2_walk_gpu import mamba2_walk
 from octavo.states import composed
@@ -41,9 +40,8 @@ _MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING:
 # Of Mamba-2's prompts: chunks that are on their way or used; types whose chunks are walked, for float32 would spill.
 _WALK_STAGES, _WALKED = 2, (torch.bfloat16, torch.float16)
 _WALK_REGISTERS: int | None = None
-# Of Mamba-2 where rows decode: heads below which each has a program, programs that run at once (three of four warps a
-# processor), what one costs beside its heads, in heads; heads whose states are on their way or used, registers.
-_DECODE_PROGRAMS, _DECODE_ROOM, _DECODE_TURN = 2048, 396, 1
+# Of Mamba-2 where rows decode: heads whose states are on their way or used, registers of a thread (three programs of
+# four warps a processor).
 _DECODE_STAGES, _DECODE_REGISTERS = 2, 168
 _DELTA_TILES = {
     "decode": (64, 4),
@@ -277,11 +275,12 @@ class GpuStates:
         out, num_rows = xbc.new_empty(len(xbc), scan.num_heads * size), len(step.rows)
         wide, warps = _mamba2_tile(size, "decode", scan.state_size, xbc)
         tiles = -(-size // wide)
-        programs = _programs_of(scan.num_heads, num_rows) * tiles
+        programs = programs_of(scan.num_heads, num_rows) * tiles
         one = programs == scan.num_heads * tiles
         stages, most = (_DECODE_STAGES, _DECODE_REGISTERS) if xbc.dtype is not torch.float32 else (1, None)
         convolution: tuple[Tensor, ...] = (xbc,) * 5
-        width, forms, has_bias, silu = 0, (told.forms[0],) * 2, False, False
+        width, has_bias, silu = 0, False, False
+        forms: tuple[Form, ...] = (told.forms[0],) * 2
         if conv is not None:
             lines = self._tell_lines(own, xbc.shape[1])
             assert lines is not None and lines.firsts == told.firsts, "tokens lie in lines, beside each other"
@@ -442,19 +441,6 @@ def _mamba2_shape(own: LayerStates, scan: Mamba2Operands, told: _Told, x: Tensor
         "PRECISION": _precision(x),
         **dict(zip(names, told.forms, strict=True)),
     }
-
-
-@functools.lru_cache(maxsize=4096)
-def _programs_of(num_heads: int, num_rows: int) -> int:
-    """How many programs share the heads of a row that decodes: as many as are done first, in whole waves."""
-    if num_rows * num_heads < _DECODE_PROGRAMS:
-        return num_heads
-
-    def cost(programs: int) -> int:
-        waves = -(-num_rows * programs // _DECODE_ROOM)
-        return waves * (-(-num_heads // programs) + _DECODE_TURN)
-
-    return min(range(num_heads, 0, -1), key=cost)
 
 
 def _kind_of(max_query_len: int) -> str:

@@ -9,12 +9,31 @@ where it has one head, what earlier steps kept is read before the kernel ahead e
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
 from __future__ import annotations
 
+import functools
+
 import triton
 import triton.language as tl
 
 from octavo.ops.compile.launch import begin_after, launched
 from octavo.ops.scan.gates_gpu import softplus
 from octavo.ops.scan.kept import PLACES, place
+
+# Heads of a step below which each has a program; programs that run at once (three of four warps a processor); what one
+# costs beside its heads, in heads.
+_FEW_HEADS, _ROOM, _TURN = 2048, 396, 1
+
+
+@functools.lru_cache(maxsize=4096)
+def programs_of(num_heads: int, num_rows: int) -> int:
+    """How many programs share the heads of a row that decodes: as many as are done first, in whole waves."""
+    if num_rows * num_heads < _FEW_HEADS:
+        return num_heads
+
+    def cost(programs: int) -> int:
+        waves = -(-num_rows * programs // _ROOM)
+        return waves * (-(-num_heads // programs) + _TURN)
+
+    return min(range(num_heads, 0, -1), key=cost)
 
 
 @triton.jit
@@ -62,13 +81,18 @@ def _state(
 
 @triton.jit
 def _seen(
-    conv, of_row, of_states, channel, inside, CHUNK: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
-    STATE_FORM: tl.constexpr, INPUT_FORM: tl.constexpr, HAS_BIAS: tl.constexpr,
-):  # fmt: skip
+    told,
+    channel,
+    inside,
+    CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STATE_FORM: tl.constexpr,
+    INPUT_FORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
     """(a convolution's sum over tokens before the row's last, that one's weight): as `decode_convolution` begins."""
-    weight, bias, conv_states, conv_inputs = conv
-    table, input_first, last, block = of_row
-    states, state_first, _, entry, is_open = of_states
+    weight, bias, conv_states, conv_inputs, table, input_first, last, block, states, state_first, entry, is_open = told
     border, sum = last // CHUNK * CHUNK, tl.zeros(channel.shape, tl.float32)
     if HAS_BIAS:
         sum += tl.load(bias + channel, mask=inside, other=0.0)
@@ -85,13 +109,21 @@ def _seen(
 
 @triton.jit
 def _convolved(
-    fresh, before, conv, of_row, of_states, channel, inside, keeps, CHUNK: tl.constexpr, WIDTH: tl.constexpr,
-    CHANNELS: tl.constexpr, STATE_FORM: tl.constexpr, INPUT_FORM: tl.constexpr, SILU: tl.constexpr,
-):  # fmt: skip
+    fresh,
+    before,
+    told,
+    channel,
+    inside,
+    keeps,
+    CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STATE_FORM: tl.constexpr,
+    INPUT_FORM: tl.constexpr,
+    SILU: tl.constexpr,
+):
     """What a convolution makes of channels of the row's token. before: `_seen`'s. keeps: what it brings is kept."""
-    _, _, conv_states, conv_inputs = conv
-    table, input_first, last, block = of_row
-    states, state_first, _, _, _ = of_states
+    _, _, conv_states, conv_inputs, table, input_first, last, block, states, state_first, _, _ = told
     sum, last_weight = before
     value = tl.load(fresh + channel, mask=inside, other=0.0)
     sum += value.to(tl.float32) * last_weight
@@ -165,28 +197,25 @@ def _decode_heads(
         share = tl.arange(0, SHARE)
         x_channel = group * PER * SIZE + share
         is_x = (x_channel >= begin * SIZE) & (x_channel < end * SIZE)
+    told = (
+        conv[0], conv[1], conv[2], conv[3], table, input_first, last, BLOCK, states, state_first, entry, border > 0
+    )  # fmt: skip
     if WIDTH > 0:
-        x_seen = _seen(conv, of_row, of_states, x_channel, is_x, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, HAS_BIAS)
-        b_seen = _seen(
-            conv, of_row, of_states, b_channel, within, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, HAS_BIAS
-        )
-        c_seen = _seen(
-            conv, of_row, of_states, c_channel, within, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, HAS_BIAS
-        )
+        x_seen = _seen(told, x_channel, is_x, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, HAS_BIAS)
+        b_seen = _seen(told, b_channel, within, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, HAS_BIAS)
+        c_seen = _seen(told, c_channel, within, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, HAS_BIAS)
     begin_after(PDL)  # of later groups it waits for nothing
     if WIDTH > 0:
+        keeps_x = ONE | (tile == 0)
         new_x = _convolved(
-            fresh, x_seen, conv, of_row, of_states, x_channel, is_x, ONE | (tile == 0), CHUNK, WIDTH, CHANNELS,
-            CONV_FORM, SEEN_FORM, SILU,
-        )  # fmt: skip
+            fresh, x_seen, told, x_channel, is_x, keeps_x, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, SILU
+        )
         new_b = _convolved(
-            fresh, b_seen, conv, of_row, of_states, b_channel, within, holds_b, CHUNK, WIDTH, CHANNELS, CONV_FORM,
-            SEEN_FORM, SILU,
-        )  # fmt: skip
+            fresh, b_seen, told, b_channel, within, holds_b, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, SILU
+        )
         new_c = _convolved(
-            fresh, c_seen, conv, of_row, of_states, c_channel, within, holds_b, CHUNK, WIDTH, CHANNELS, CONV_FORM,
-            SEEN_FORM, SILU,
-        )  # fmt: skip
+            fresh, c_seen, told, c_channel, within, holds_b, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, SILU
+        )
         fresh = made + token * CHANNELS
         tl.store(fresh + x_channel, new_x, mask=is_x)
         tl.store(fresh + b_channel, new_b, mask=within)  # programs that share B and C write the same
