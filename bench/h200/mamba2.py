@@ -2,9 +2,9 @@
 
 kernels: bits and microseconds of products between two mixers and of decoding, by how many programs share a row's heads.
 engine: tokens a second of single, decode64, decode512 and prefill on one engine, with states in float32 or bfloat16;
-`both`: on a second engine too, in which products have no norm, activation or sum with them and a program decodes eight
-heads. --dry: the kernels' part with tiny shapes on a CPU, with TRITON_INTERPRET=1, whose times say nothing. A table is
-last.
+`both`: on a second engine too, whose products have no norm, activation or sum with them, and whose Mamba-2 decodes
+eight heads a program behind a convolution apart. --dry: the kernels' part with tiny shapes on a CPU, with
+TRITON_INTERPRET=1, whose times say nothing. A table is last.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.ops.activation import activate
 from octavo.ops.gemm import LinearWeight, linear, pack_linear
 from octavo.ops.gemm.fused import activated_linear, linear_add_at_once, normed_linear
 from octavo.ops.norm import add_rms_norm
-from states import BF16, DEVICE, DRY, attempt, is_same, operator, show_table
+from states import BF16, DEVICE, DRY, F32, attempt, is_same, show_table
 
 EPS, COPY, PRODUCTS = 1e-5, 4.28e6, 795e6  # bytes and operations a microsecond, as measured for copies and products
 HIDDEN, INNER, PROJECTED, MIXED = (64, 192, 128, 64) if DRY else (4096, 21504, 18560, 8192)
@@ -118,7 +118,7 @@ class Products:
         text = "same bits" if same else "OTHER BITS"
         return f"{text}; us: {old:.1f} ({plain:.1f} of it the product), {new:.1f} in one, limit {limit:.1f}"
 
-    def one_row(self, weight: LinearWeight, activation: str | None) -> str:
+    def gemv_tiles(self, weight: LinearWeight, activation: str | None) -> str:
         """Of one row by a norm and a large weight: tiles of `octavo.ops.gemm.gemv`."""
         from octavo.ops.gemm import gemv
 
@@ -141,30 +141,54 @@ class Products:
         return f"us: {', '.join(found)}; bytes {2 * weight.n * weight.k / COPY:.1f}"
 
 
-def programs(num_rows: int, computed: int) -> str:
-    """Microseconds and bits of decoding, by the programs that share a row's heads; 16 of them have eight heads each."""
+def cuts(dtype: torch.dtype) -> str:
+    """A convolution and Mamba-2 over prompts, cut anyhow, and where rows decode."""
+    import state_rig
+
+    case, spec = state_rig.convolved_mamba2(dtype, states.sizes_of("mamba2"), device=DEVICE)
+    return states.bits_of(case, spec, dtype)
+
+
+def decoding(num_rows: int, computed: int) -> str:
+    """Microseconds and bits of a convolution and Mamba-2, apart and in one, by programs that share a row's heads."""
+    import state_rig
     from octavo.states import gpu
 
-    run, rows = operator("mamba2", [1] * num_rows, computed)
-    heads, found, expected = states.sizes_of("mamba2")[0], list[str](), list[torch.Tensor]()
-    chosen = gpu._programs_of(heads, num_rows)
-    for count in dict.fromkeys((heads if DRY else 16, chosen, 1, 2, 3, 4, 5, 6, 8, 12, 24, heads)):
+    sizes = states.sizes_of("mamba2")
+    heads, found, expected = sizes[0], list[str](), list[torch.Tensor]()
+    chosen = gpu.programs_of(heads, num_rows)
+    counts = [heads if num_rows < 16 else 16, chosen, *(count for count in (2, 3, 4, 6, 8, 12, 24, heads))]
+    torch.manual_seed(1)
+    case, spec = state_rig.convolved_mamba2(BF16, sizes, device=DEVICE)
+    apart, _ = state_rig.convolved_mamba2(BF16, sizes, device=DEVICE, apart=True)
+    run, rows = states.operator_of(case, spec, [1] * num_rows, computed)
+    for name, store in zip(rows.own.input_names, rows.own.kept_inputs, strict=True):
+        kept = store.data.normal_()
+        if name in ("decay", "dt"):
+            kept.abs_().mul_(-0.1 if name == "decay" else 0.1)
+    for store in rows.own.states:
+        store.data.normal_()
+    for count in dict.fromkeys(counts):
         if count > heads or (not DRY and (num_rows * heads / count > 24 * 1024 or num_rows * count > 8192)):
             continue
-        with mock.patch.object(gpu, "_programs_of", lambda *_, count=count: count):
-            us = graph_us(run)
-            result = run()
-        assert isinstance(result, torch.Tensor)
-        made = [result, rows.pool.buffer]
-        expected = expected or [each.clone() for each in made]
-        found.append(f"{count} {us:.1f}" + is_same(made, expected))
-    return f"chosen {chosen}; us: {', '.join(found)}"
+        with mock.patch.object(gpu, "programs_of", lambda *_, count=count: count):
+            text = f"{count}:"
+            for ahead in (True, False):
+                rows.case = apart if ahead else case
+                us, result = graph_us(run), run()
+                assert isinstance(result, torch.Tensor)
+                made = [result, rows.pool.buffer]
+                expected = expected or [each.clone() for each in made]
+                text += f"{'' if ahead else ','} {us:.1f}" + is_same(made, expected)
+            found.append(text)
+    return f"chosen {chosen}; programs: us apart, in one; {'; '.join(found)}"
 
 
 @contextlib.contextmanager
 def before() -> Iterator[None]:
     """Layers run as they did: a product by itself, no token left out of the last layer, eight heads a program."""
     from octavo.layers import fusions, mlp
+    from octavo.layers.recurrent import Mamba2Scan
     from octavo.states import gpu
 
     def eight_heads(num_heads: int, num_rows: int) -> int:
@@ -175,7 +199,8 @@ def before() -> Iterator[None]:
         mock.patch.object(fusions, "FUSIONS", rows),
         mock.patch.object(fusions.LayerLines, "mixes_no_tokens", False),
         mock.patch.object(mlp, "activated_linear", lambda x, weight, kind: activate(linear(x, weight), kind)),
-        mock.patch.object(gpu, "_programs_of", eight_heads),
+        mock.patch.object(gpu, "programs_of", eight_heads),
+        mock.patch.object(Mamba2Scan, "mix_behind", lambda self, conv, xbc, dt: self.mix(conv.mix(xbc), dt)),
     ):
         yield
 
@@ -207,11 +232,12 @@ def main() -> None:
             attempt(f"products of {rows} rows", products.compare, rows)
         for rows in (8,) if DRY else (5, 64, 128, 256, 320, 400, 512, 1024, 2048, 8192):
             attempt(f"squared, {rows} rows", products.squared, rows)
-        attempt("one row, up", products.one_row, products.up, "relu2")
-        attempt("one row, project", products.one_row, products.project, None)
+        attempt("one row, up", products.gemv_tiles, products.up, "relu2")
+        attempt("one row, project", products.gemv_tiles, products.project, None)
         del products
-        for rows in (2,) if DRY else (4, 8, 16, 32, 64, 128, 256, 512):
-            attempt(f"programs, {rows} rows", programs, rows, 70 if DRY else 160)
+        attempt("bits over cuts", cuts, F32 if DRY else BF16)
+        for rows in (2,) if DRY else (1, 4, 8, 16, 64, 128, 256, 512):
+            attempt(f"decoding, {rows} rows", decoding, rows, 70 if DRY else 160)
     state_dtype = "bfloat16" if "bfloat16" in sys.argv else "float32"
     if "both" in sys.argv:
         with before():

@@ -74,19 +74,26 @@ def accuracy(name: str, dtype: torch.dtype) -> str:
 def bits(name: str, dtype: torch.dtype) -> str:
     """Rows alone in one step, and the same rows cut anyhow, beside others, with rejected tokens behind."""
     import gpu_states_rig
-    import state_rig
-    from octavo.states.gpu import GpuStates
 
     case = gpu_states_rig.MAKERS[name](dtype, *sizes_of(name))
     gpu_states_rig.move(case, DEVICE)
+    return bits_of(case, None, dtype)
+
+
+def bits_of(case: Any, spec: Any, dtype: torch.dtype) -> str:
+    """`bits`, of a case that keeps what `spec` says; None: what its part does."""
+    import state_rig
+    from octavo.states.gpu import GpuStates
+
     lengths = (70, 33) if DRY else (130, 200, 64, 65, 15)
     drawn, backend = state_rig.draw_all(case, lengths), GpuStates()
-    expected = state_rig.alone(case, backend, drawn, device=DEVICE, block_size=64)
+    expected = state_rig.alone(case, backend, drawn, device=DEVICE, block_size=64, spec=spec)
     bad = count = 0
     cuts = ((7, 3, 64),) if DRY else ((1, 0, 64), (7, 3, 64), (64, 0, 64), (100, 2, 16 if dtype is BF16 else 64))
     for largest, spoilt, block_size in cuts:
         rng = random.Random(largest)
-        rows = state_rig.Rows(case, backend, drawn, device=DEVICE, block_size=block_size, seed=largest)
+        options: dict[str, Any] = {"device": DEVICE, "block_size": block_size, "seed": largest, "spec": spec}
+        rows = state_rig.Rows(case, backend, drawn, **options)
         for row in range(len(lengths)) if largest == 1 else ():
             rows.keep_one_state(row)
         while left := [row for row, length in enumerate(lengths) if rows.computed[row] < length]:
@@ -98,7 +105,7 @@ def bits(name: str, dtype: torch.dtype) -> str:
             wrong = (found != own).any(1).nonzero().flatten().tolist()
             bad, count = bad + len(wrong), count + len(own)
             if wrong:
-                print(name, dtype, f"steps of {largest}, row {row} of {len(own)}: differs at {wrong[:20]}")
+                print(case.name, dtype, f"steps of {largest}, row {row} of {len(own)}: differs at {wrong[:20]}")
     return f"{bad} of {count} results differ"
 
 
@@ -110,15 +117,23 @@ def operator(
     keeps: the states at all borders that the step passes, or none.
     """
     import gpu_states_rig
+
+    case = gpu_states_rig.MAKERS[name](BF16, *sizes_of(name))
+    gpu_states_rig.move(case, DEVICE)
+    return operator_of(case, None, counts, computed, keeps=keeps)
+
+
+def operator_of(
+    case: Any, spec: Any, counts: Sequence[int], computed: int, *, keeps: bool = True
+) -> tuple[Callable[[], object], Any]:
+    """`operator`, of a case that keeps what `spec` says; None: what its part does."""
     import state_rig
     from octavo.states.base import StateInputs
     from octavo.states.gpu import GpuStates
 
-    case = gpu_states_rig.MAKERS[name](BF16, *sizes_of(name))
-    gpu_states_rig.move(case, DEVICE)
     one = [each[:1] for each in case.draw(torch.Generator().manual_seed(0), 1)]
     drawn = [tuple(each.expand(computed + counts[0], *each.shape[1:]) for each in one)] * len(counts)
-    rows = state_rig.Rows(case, GpuStates(), drawn, device=DEVICE, block_size=64)
+    rows = state_rig.Rows(case, GpuStates(), drawn, spec=spec, device=DEVICE, block_size=64)
     rows.pool.buffer.zero_()
     if not keeps:
         rows.own.state_table.zero_()
@@ -134,7 +149,7 @@ def operator(
         )
     )
     given = [torch.randn(sum(counts), *each.shape[1:], device=DEVICE).to(each.dtype) for each in one]
-    return lambda: case.run(rows.backend, rows.own, given), rows
+    return lambda: rows.case.run(rows.backend, rows.own, given), rows
 
 
 def timed(name: str, counts: Sequence[int], computed: int, *, keeps: bool = True) -> tuple[float, dict[str, float]]:
@@ -225,23 +240,26 @@ def tiles(name: str, kind: str, counts: Sequence[int], computed: int) -> str:
 
 
 def candidates(counts: Sequence[int], computed: int) -> str:
-    """Microseconds of Mamba-2's decoding with other constants: (heads of a program, stages, warps, registers)."""
+    """Microseconds of Mamba-2's decoding with other constants: (programs of a row, stages, warps, registers)."""
     from octavo.states import gpu
 
-    names = ("_DECODE_HEADS", "_DECODE_STAGES", "_DECODE_REGISTERS")
+    names = ("programs_of", "_DECODE_STAGES", "_DECODE_REGISTERS")
     before, tile, found = [getattr(gpu, name) for name in names], gpu._MAMBA2_TILES["decode"], []
-    for heads, stages, warps, most in (
-        (8, 2, 4, 168),
-        (4, 2, 4, 168),
+    chosen = gpu.programs_of(sizes_of("mamba2")[0], len(counts))
+    for programs, stages, warps, most in (
+        (chosen, 2, 4, 168),
         (16, 2, 4, 168),
-        (8, 3, 8, None),
-        (8, 1, 4, 168),
+        (8, 2, 4, 168),
+        (chosen, 3, 8, None),
+        (chosen, 1, 4, 168),
     ):
-        for name, value in zip(names, (heads, stages, most), strict=True):
+        ways = (lambda *_, programs=programs: programs), stages, most
+        for name, value in zip(names, ways, strict=True):
             setattr(gpu, name, value)
         gpu._MAMBA2_TILES["decode"] = tile[0], warps
         with contextlib.suppress(Exception):  # it needs more shared memory than there is
-            found.append(f"{heads} heads {stages} stages {warps} warps {timed('mamba2', counts, computed)[0]:.0f}")
+            us = timed("mamba2", counts, computed)[0]
+            found.append(f"{programs} programs {stages} stages {warps} warps {us:.0f}")
     for name, value in zip(names, before, strict=True):
         setattr(gpu, name, value)
     gpu._MAMBA2_TILES["decode"] = tile
@@ -263,18 +281,15 @@ def advances(counts: Sequence[int]) -> str:
     return f"us: {', '.join(found)}"
 
 
-def programs_of(num_rows: int) -> str:
-    """Microseconds where rows decode: of a convolution by channels of a program, of Mamba-2 by programs at least."""
+def convolution_of(num_rows: int) -> str:
+    """Microseconds where rows decode, of a convolution by itself, by channels of a program."""
     from octavo.states import gpu
 
-    before, found = (gpu._DECODE_CHANNELS, gpu._DECODE_PROGRAMS), []
+    before, found = gpu._DECODE_CHANNELS, []
     for channels in (256, 512, 1024):
         gpu._DECODE_CHANNELS = channels
-        found.append(f"conv {channels} {timed('conv', [1] * num_rows, 160)[0]:.1f}")
-    for programs in (64, 1024, 1 << 20):
-        gpu._DECODE_PROGRAMS = programs
-        found.append(f"{programs} programs {timed('mamba2', [1] * num_rows, 160)[0]:.1f}")
-    gpu._DECODE_CHANNELS, gpu._DECODE_PROGRAMS = before
+        found.append(f"{channels} channels {timed('conv', [1] * num_rows, 160)[0]:.1f}")
+    gpu._DECODE_CHANNELS = before
     return f"us: {', '.join(found)}"
 
 
@@ -446,7 +461,7 @@ def main() -> None:
             attempt(f"bits {name} bfloat16", bits, name, F32 if DRY else BF16)
         for num_rows in (2,) if DRY else (1, 8, 64, 256, 512):
             attempt(f"decode mamba2 {num_rows} rows at 160", decode, "mamba2", num_rows, 70 if DRY else 160)
-            attempt(f"programs of {num_rows} rows", programs_of, num_rows)
+            attempt(f"convolution of {num_rows} rows", convolution_of, num_rows)
         for num_rows in (2,) if DRY else (1, 64, 256):
             attempt(f"all {num_rows} rows at a border", advances, [1] * num_rows)
     if "products" in sys.argv:

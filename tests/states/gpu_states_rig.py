@@ -135,8 +135,24 @@ def check_decoding(device: str, name: str, dtype: torch.dtype, sizes: tuple[int,
 def several_heads_decode() -> None:
     """By one program, which reads one while it computes another, of several groups; and by uneven ones."""
     for programs in (1, 3):
-        with unittest.mock.patch.object(gpu, "_programs_of", lambda *_, programs=programs: programs):
+        with unittest.mock.patch.object(gpu, "programs_of", lambda *_, programs=programs: programs):
             check_decoding("cpu", "mamba2", torch.float32, (4, 16, 2, 16))
+
+
+def convolution_in_mamba2() -> None:
+    """Where rows decode across a border: the bits of both kernels, and what they keep, however heads are shared."""
+    made = []
+    for apart, programs in ((True, 4), (False, 4), (False, 1), (False, 3)):
+        with unittest.mock.patch.object(gpu, "programs_of", lambda *_, programs=programs: programs):
+            case, spec = rig.convolved_mamba2(apart=apart)
+            chunk = case.part.chunk
+            rows = rig.Rows(case, GpuStates(), rig.draw_all(case, (chunk + 4, 2 * chunk + 2, 7)), spec=spec)
+            rows.compute({0: chunk - 2, 1: 2 * chunk - 3})
+            for _ in range(4):
+                rows.compute({2: 1, 0: 1, 1: 1})
+            made.append([*rows.results, rows.pool.buffer])
+    for found in made[1:]:
+        assert all(map(torch.equal, map(torch.nan_to_num, found), map(torch.nan_to_num, made[0])))
 
 
 _DECODED = {f"{name} decodes": lambda name=name: check_decoding("cpu", name, torch.float32) for name in MAKERS}
@@ -144,6 +160,6 @@ INTERPRETED = (
     {name: lambda name=name: interpreted(name) for name in MAKERS}
     | _DECODED
     | {"a pack": packed_sequences, "mamba2 walks": walked, "delta streams": streamed}
-    | {"mamba2 decodes several heads": several_heads_decode}
+    | {"mamba2 decodes several heads": several_heads_decode, "mamba2 convolves": convolution_in_mamba2}
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}
 )

@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 import gpu_states_rig  # noqa: E402
 import state_rig as rig  # noqa: E402
 from interpreted import run_rig  # noqa: E402
+from octavo.ops.scan import mamba2_decode_gpu  # noqa: E402
 from octavo.states import gpu  # noqa: E402
 from octavo.states.gpu import GpuStates  # noqa: E402
 from sass import unwritten_reads  # noqa: E402
@@ -36,12 +37,12 @@ def test_interpreted(check: str) -> None:
     assert not error, error
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, "convolved mamba2"])
 def test_its_kernels_compile_for_hopper_and_spill_no_register(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Of prompts, of verified runs and of decoding rows."""
-    found = _compiled(monkeypatch, name, torch.bfloat16, SHAPES[name], (64, 5, 1))
+    found = _compiled(monkeypatch, name, torch.bfloat16, SHAPES[name.removeprefix("convolved ")], (64, 5, 1))
     for kernel in found:
         assert kernel.asm["cubin"] and kernel.metadata.shared <= SHARED_BYTES
         assert _spilled_bytes(kernel.asm["ptx"], tmp_path) == 0, kernel.metadata.name
@@ -52,9 +53,10 @@ def test_a_program_of_several_heads_spills_no_register_of_its_loop(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Where many rows decode. A few numbers that it needs once for each group of heads may be in memory."""
-    monkeypatch.setattr(gpu, "_programs_of", lambda *_: 6)
-    for kernel in _compiled(monkeypatch, "mamba2", torch.bfloat16, SHAPES["mamba2"], (1,)):
-        assert _spilled_bytes(kernel.asm["ptx"], tmp_path) <= 128, kernel.metadata.name
+    monkeypatch.setattr(gpu, "programs_of", lambda *_: 6)
+    for name in ("mamba2", "convolved mamba2"):
+        for kernel in _compiled(monkeypatch, name, torch.bfloat16, SHAPES["mamba2"], (1,)):
+            assert _spilled_bytes(kernel.asm["ptx"], tmp_path) <= 128, kernel.metadata.name
         assert unwritten_reads(kernel.asm["cubin"], tmp_path) == [], kernel.metadata.name
 
 
@@ -82,8 +84,8 @@ def _compiled(
     )
     monkeypatch.setattr(driver, "_active", no_device)
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    case = rig.CASES[name](dtype, *sizes)
-    rows = rig.Rows(case, GpuStates(), rig.draw_all(case, [sum(counts)]), block_size=64)
+    case, spec = rig.convolved_mamba2(dtype, sizes) if "convolved" in name else (rig.CASES[name](dtype, *sizes), None)
+    rows = rig.Rows(case, GpuStates(), rig.draw_all(case, [sum(counts)]), block_size=64, spec=spec)
     for count in counts:
         rows.compute({0: count})
     return list({id(kernel): kernel for kernel in found}.values())
@@ -101,7 +103,7 @@ def _spilled_bytes(ptx: str, folder: Path) -> int:
 
 @pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 64, 65, 100, 256, 300, 512])
 def test_programs_that_decode_mamba2_fill_the_processors(num_rows: int) -> None:
-    programs, room = gpu._programs_of(128, num_rows), gpu._DECODE_ROOM
+    programs, room = gpu.programs_of(128, num_rows), mamba2_decode_gpu._ROOM
     if num_rows < 16:
         assert programs == 128, "each head has one"
         return

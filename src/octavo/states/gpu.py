@@ -6,7 +6,6 @@ device, so graphs may hold it.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from octavo.ops.scan.delta_walk_gpu import delta_chunks, delta_walk
 from octavo.ops.scan.gates_gpu import normalize_keys, scan_gates
 from octavo.ops.scan.kept import Form, form_of
 from octavo.ops.scan.mamba1_gpu import mamba1_scan
-from octavo.ops.scan.mamba2_decode_gpu import mamba2_decode
+from octavo.ops.scan.mamba2_decode_gpu import mamba2_decode, programs_of
 from octavo.ops.scan.mamba2_gpu import mamba2_advance, mamba2_scan
 from octavo.ops.scan.mamba2_walk_gpu import mamba2_walk
 from octavo.states import composed
@@ -41,9 +40,8 @@ _MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING:
 # Of Mamba-2's prompts: chunks that are on their way or used; types whose chunks are walked, for float32 would spill.
 _WALK_STAGES, _WALKED = 2, (torch.bfloat16, torch.float16)
 _WALK_REGISTERS: int | None = None
-# Of Mamba-2 where rows decode: heads below which each has a program, programs that run at once (three of four warps a
-# processor), what one costs beside its heads, in heads; heads whose states are on their way or used, registers of a thread.
-_DECODE_PROGRAMS, _DECODE_ROOM, _DECODE_TURN = 2048, 396, 1
+# Of Mamba-2 where rows decode: heads whose states are on their way or used, registers of a thread (three programs of
+# four warps a processor).
 _DECODE_STAGES, _DECODE_REGISTERS = 2, 168
 _DELTA_TILES = {
     "decode": (64, 4),
@@ -252,28 +250,67 @@ class GpuStates:
         """See StateBackend."""
         return composed.delta_net(self, own, net, x)
 
+    def convolved_mamba2(
+        self, own: LayerStates, conv: ConvOperands, scan: Mamba2Operands, xbc: Tensor, dt: Tensor
+    ) -> Tensor:
+        """See ConvolvingBackend."""
+        told = self._tell_lines(own, len(conv.weight[0])) if own.inputs.max_query_len == 1 else None
+        if told is None or not self._decodes_whole(own, scan):
+            return self.mamba2(own, scan, self.short_conv(own, conv, xbc), dt)
+        return self._decode_mamba2(own, scan, xbc, dt, conv)
+
+    def _tell_mamba2(self, own: LayerStates, scan: Mamba2Operands) -> _Told:
+        widths = scan.head_size, scan.head_size, scan.state_size, 1, 1
+        return self._tell(own, "mamba2", ("state",), MAMBA2_INPUTS, widths)
+
+    def _decodes_whole(self, own: LayerStates, scan: Mamba2Operands) -> bool:
+        """Whether every row has one token, a head's state lies in one line, and what a token brings."""
+        return own.inputs.max_query_len == 1 and _is_streamable(self._tell_mamba2(own, scan), scan.state_size)
+
+    def _decode_mamba2(
+        self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor, conv: ConvOperands | None
+    ) -> Tensor:
+        """Where every row has one token. conv: what is ahead of all, if it is not done."""
+        told, step, size = self._tell_mamba2(own, scan), own.inputs, scan.head_size
+        out, num_rows = xbc.new_empty(len(xbc), scan.num_heads * size), len(step.rows)
+        wide, warps = _mamba2_tile(size, "decode", scan.state_size, xbc)
+        tiles = -(-size // wide)
+        programs = programs_of(scan.num_heads, num_rows) * tiles
+        one = programs == scan.num_heads * tiles
+        stages, most = (_DECODE_STAGES, _DECODE_REGISTERS) if xbc.dtype is not torch.float32 else (1, None)
+        convolution: tuple[Tensor, ...] = (xbc,) * 5
+        width, has_bias, silu = 0, False, False
+        forms: tuple[Form, ...] = (told.forms[0],) * 2
+        if conv is not None:
+            lines = self._tell_lines(own, xbc.shape[1])
+            assert lines is not None and lines.firsts == told.firsts, "tokens lie in lines, beside each other"
+            weight, bias = conv.weight, conv.weight if conv.bias is None else conv.bias
+            convolution = weight, bias, *lines.kept, xbc.new_empty(xbc.shape)
+            width, forms, has_bias, silu = len(weight), lines.forms, conv.bias is not None, conv.silu
+        mamba2_decode[programs, num_rows](
+            xbc, xbc.stride(0), dt, dt.stride(0), scan.decay, scan.dt_bias, scan.dt_min, scan.dt_max, *convolution,
+            scan.skip, out, step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
+            **_mamba2_shape(own, scan, told, xbc, wide), SHARE=padded_length(scan.num_heads // scan.num_groups * size),
+            CONV_FORM=forms[0], SEEN_FORM=forms[1], WIDTH=width, HAS_BIAS=has_bias, SILU=silu,
+            STAGES=1 if one else stages, ONE=one, maxnreg=None if one else most, num_warps=warps, num_stages=1,
+            **chained(xbc.device), **_PLAIN,
+        )  # fmt: skip
+        self._advance_mamba2(own, told, scan, xbc)
+        return out
+
     def mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor) -> Tensor:
         """See StateBackend."""
+        if self._decodes_whole(own, scan):
+            return self._decode_mamba2(own, scan, xbc, dt, None)
         size, states = scan.head_size, scan.state_size
-        told = self._tell(own, "mamba2", ("state",), MAMBA2_INPUTS, (size, size, states, 1, 1))
+        told = self._tell_mamba2(own, scan)
         step, out = own.inputs, xbc.new_empty(len(xbc), scan.num_heads * size)
         limits = scan.dt_min, scan.dt_max
         wide, warps = _mamba2_tile(size, _kind_of(step.max_query_len), states, xbc)
         places = scan.skip, out, step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts
         shape = _mamba2_shape(own, scan, told, xbc, wide)
         tiles, num_rows = -(-size // wide), len(step.rows)
-        is_whole = not told.forms[0][5] % states and all(form[4] == 1 for form in told.forms[1:])
-        if step.max_query_len == 1 and is_whole:  # a head's state in one line, and what a token brings
-            programs = _programs_of(scan.num_heads, num_rows) * tiles
-            one = programs == scan.num_heads * tiles
-            stages, most = (_DECODE_STAGES, _DECODE_REGISTERS) if xbc.dtype is not torch.float32 else (1, None)
-            mamba2_decode[programs, num_rows](
-                xbc, xbc.stride(0), dt, dt.stride(0), scan.decay, scan.dt_bias, *limits, *places, **shape,
-                STAGES=1 if one else stages, ONE=one, maxnreg=None if one else most, num_warps=warps, num_stages=1,
-                **chained(xbc.device), **_PLAIN,
-            )  # fmt: skip
-            self._advance_mamba2(own, told, scan, xbc)
-            return out
+        is_whole = _is_streamable(told, states)  # a head's state in one line, and what a token brings
         total, steps = self._gates(own, told, dt, dt, scan.decay, scan.dt_bias, limits, slots=(3, 4))
         given = xbc, xbc.stride(0), total, steps, *places
         walks = step.max_query_len > _FEW and is_whole and xbc.dtype in _WALKED
@@ -404,19 +441,6 @@ def _mamba2_shape(own: LayerStates, scan: Mamba2Operands, told: _Told, x: Tensor
         "PRECISION": _precision(x),
         **dict(zip(names, told.forms, strict=True)),
     }
-
-
-@functools.lru_cache(maxsize=4096)
-def _programs_of(num_heads: int, num_rows: int) -> int:
-    """How many programs share the heads of a row that decodes: as many as are done first, in whole waves."""
-    if num_rows * num_heads < _DECODE_PROGRAMS:
-        return num_heads
-
-    def cost(programs: int) -> int:
-        waves = -(-num_rows * programs // _DECODE_ROOM)
-        return waves * (-(-num_heads // programs) + _DECODE_TURN)
-
-    return min(range(num_heads, 0, -1), key=cost)
 
 
 def _kind_of(max_query_len: int) -> str:
