@@ -28,7 +28,8 @@ from states import BF16, DEVICE, DRY, F32, attempt, is_same, show_table
 EPS, COPY, PRODUCTS = 1e-5, 4.28e6, 795e6  # bytes and operations a microsecond, as measured for copies and products
 HIDDEN, INNER, PROJECTED, MIXED = (64, 192, 128, 64) if DRY else (4096, 21504, 18560, 8192)
 ROWS = (1, 3, 8) if DRY else (1, 2, 4, 8, 64, 256, 512, 8192)
-WORKLOADS = ("single", "decode64", "prefill", "decode512")
+SHAPE = "tiny-hybrid" if DRY else "mamba2"
+WORKLOADS = ("single",) if DRY else ("single", "decode64", "prefill", "decode512")
 
 
 def graph_us(run: Callable[[], object], turns: int = 1) -> float:
@@ -211,8 +212,8 @@ def engine(state_dtype: str) -> str:
     from octavo.bench.engine import dummy_model
     from octavo.bench.shapes import SHAPES
 
-    fields = {"device": "cuda", "dtype": "bfloat16", "numerics": "reproducible", "state_dtype": state_dtype}
-    run, found = gpu_engine.Run("mamba2", SHAPES["mamba2"], fields, dummy_model), []
+    fields = {"device": DEVICE, "dtype": "bfloat16", "numerics": "reproducible", "state_dtype": state_dtype}
+    run, found = gpu_engine.Run(SHAPE, SHAPES[SHAPE], fields, dummy_model), []
     began = time.time()
     with run.engine() as llm:
         llm.engine.capture_rest()

@@ -27,7 +27,7 @@ from octavo.layers.base import Layer
 from octavo.layers.chain import learn, line
 from octavo.layers.decoder import Decoder
 from octavo.layers.linear import Linear
-from octavo.layers.mlp import Mlp
+from octavo.layers.mlp import Mlp, UngatedMlp
 from octavo.layers.norm import RMSNorm
 from octavo.ops import native
 
@@ -213,6 +213,55 @@ def test_layers_of_all_forms_follow_each_other() -> None:
                     expected = layer.forward(expected)
                 expected = norm.forward(expected)
             assert torch.equal(found, expected if tokens is None else expected[tokens])
+
+
+class _Network(Layer):
+    """As Nemotron-H has them: a norm and an MLP without gates, or a product."""
+
+    def __init__(self, is_product: bool) -> None:
+        super().__init__()
+        self.norm = RMSNorm(32, 1e-5)
+        self.inner = Linear(32, 32, torch.float32) if is_product else UngatedMlp(32, 64, "relu2", torch.float32)
+        for module in self.modules():
+            for name, declared in list(module.named_parameters(recurse=False)):
+                value = torch.nn.Parameter(torch.randn(declared.shape), requires_grad=False)
+                module.register_parameter(name, value)
+            if module is not self and isinstance(module, Layer):
+                module.finalize(None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size] -> the same shape."""
+        return x + self.inner(self.norm(x))
+
+
+def test_a_last_layer_without_a_mixer_computes_the_tokens_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of its lines, which norms with products and MLPs without gates have."""
+    backend = type("Backend", (), {"capability": CpuBackend.capability})()
+    table = SimpleNamespace(inputs=SimpleNamespace(max_query_len=3, apart=False), backend=backend)
+    layers, x, counts = [_Network(each) for each in (False, True, False)], torch.randn(5, 32), list[int]()
+    own = [SimpleNamespace(table=table, backend=backend, spec=None, cache=None) for _ in layers]
+    decoder, norm = Decoder(layers, layers[0].norm), layers[0].norm
+    product = fusions.activated_linear
+    monkeypatch.setattr(fusions, "activated_linear", lambda x, *rest: counts.append(len(x)) or product(x, *rest))
+    for tokens in (None, torch.tensor([1, 4])):
+        context: Any = SimpleNamespace(
+            layers=own,
+            tables=[table],
+            for_capture=False,
+            warmup_only=False,
+            positions=torch.arange(5),
+            logit_tokens=None if tokens is None else SimpleNamespace(tokens=tokens),
+            taps=NO_TAPS,
+        )
+        with forward_context(context):
+            found, expected = decoder.forward(x, context.positions), x
+            for layer in layers:
+                expected = layer.forward(expected)
+            expected = norm.forward(expected)
+        assert torch.equal(found, expected if tokens is None else expected[tokens])
+    assert counts == [5, 2], "of the last layer; the first one's norm is in its product"
+    names = [text for _, text in decoder.describe([type(backend)] * 3)]
+    assert any("normed_mlp" in text for text in names) and any("normed_linear" in text for text in names)
 
 
 def test_a_rehearsal_keeps_what_layers_that_it_leaves_out_would_have() -> None:

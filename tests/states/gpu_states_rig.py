@@ -139,14 +139,17 @@ def several_heads_decode() -> None:
             check_decoding("cpu", "mamba2", torch.float32, (4, 16, 2, 16))
 
 
-def convolution_in_mamba2() -> None:
+def convolution_in_mamba2(
+    device: str = "cpu", dtype: torch.dtype = torch.float32, sizes: tuple[int, ...] = (4, 16, 2, 16)
+) -> None:
     """Where rows decode across a border: the bits of both kernels, and what they keep, however heads are shared."""
     made = []
     for apart, programs in ((True, 4), (False, 4), (False, 1), (False, 3)):
         with unittest.mock.patch.object(gpu, "programs_of", lambda *_, programs=programs: programs):
-            case, spec = rig.convolved_mamba2(apart=apart)
+            case, spec = rig.convolved_mamba2(dtype, sizes, apart=apart, device=device)
             chunk = case.part.chunk
-            rows = rig.Rows(case, GpuStates(), rig.draw_all(case, (chunk + 4, 2 * chunk + 2, 7)), spec=spec)
+            drawn = rig.draw_all(case, (chunk + 4, 2 * chunk + 2, 7))
+            rows = rig.Rows(case, GpuStates(), drawn, spec=spec, device=device, block_size=64)
             rows.compute({0: chunk - 2, 1: 2 * chunk - 3})
             for _ in range(4):
                 rows.compute({2: 1, 0: 1, 1: 1})

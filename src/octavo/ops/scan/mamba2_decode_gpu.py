@@ -197,9 +197,7 @@ def _decode_heads(
         share = tl.arange(0, SHARE)
         x_channel = group * PER * SIZE + share
         is_x = (x_channel >= begin * SIZE) & (x_channel < end * SIZE)
-    told = (
-        conv[0], conv[1], conv[2], conv[3], table, input_first, last, BLOCK, states, state_first, entry, border > 0
-    )  # fmt: skip
+    told = (conv[0], conv[1], conv[2], conv[3], table, input_first, last, BLOCK, states, state_first, entry, border > 0)
     if WIDTH > 0:
         x_seen = _seen(told, x_channel, is_x, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, HAS_BIAS)
         b_seen = _seen(told, b_channel, within, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, HAS_BIAS)
