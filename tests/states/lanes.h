@@ -19,7 +19,7 @@ typedef long long i64;
 struct Four { u32 x[4]; };
 struct Two { u32 x[2]; };
 
-#define __device__ static
+#define __device__
 #define __global__
 #define __shared__
 #define __grid_constant__
@@ -35,7 +35,8 @@ struct Lane {
     std::vector<Copy> open;
     std::deque<std::vector<Copy>> groups;
     u32 given[8];
-    int waits_for = 0;  // 0 nothing, 1 its warp, 2 its block
+    int waits_for = 0;  // 0 nothing, 1 its warp, 2 + i `count` lanes at barrier i
+    u32 count = 0;
     bool done = false;
 };
 static std::vector<Lane> lanes;
@@ -47,11 +48,14 @@ static u32 thread() { return current; }
 static u32 block() { return block_id; }
 static u32 blocks() { return num_blocks; }
 static u64 __cvta_generic_to_shared(void*) { return 0; }
-static void meet(int whom) {
+static void meet(int whom, u32 count = 0) {
     lanes[current].waits_for = whom;
+    lanes[current].count = count;
     swapcontext(&lanes[current].context, &scheduler);
 }
-static void together() { meet(2); }
+static void together() { meet(2, lanes.size()); }
+static void some_together(u32 barrier, u32 count) { meet(2 + barrier, count); }
+static void warp_together() { meet(1); }
 static void let_next_begin() {}
 static void wait_for_before() {}
 static void begin_lane() {
@@ -76,14 +80,17 @@ static void run_block(u32 threads) {
             current = i, moved = true;
             swapcontext(&scheduler, &lanes[i].context);
         }
-        u32 there = 0;
         for (u32 first = 0; first < threads; first += 32) {
-            u32 of_warp = 0, of_block = 0;
-            for (u32 i = first; i < first + 32; ++i) of_warp += lanes[i].waits_for == 1, of_block += lanes[i].waits_for == 2 || lanes[i].done;
-            there += of_block;
-            if (of_warp == 32) for (u32 i = first; i < first + 32; ++i) lanes[i].waits_for = 0, moved = true;
+            u32 there = 0;
+            for (u32 i = first; i < first + 32; ++i) there += lanes[i].waits_for == 1;
+            if (there == 32) for (u32 i = first; i < first + 32; ++i) lanes[i].waits_for = 0, moved = true;
         }
-        if (there == threads) for (Lane& lane : lanes) if (!lane.done) lane.waits_for = 0, moved = true;
+        for (int barrier = 2; barrier < 18; ++barrier) {
+            u32 there = 0, count = 0;
+            for (Lane& lane : lanes) if (lane.waits_for == barrier) ++there, count = lane.count;
+            if (there && there == count)
+                for (Lane& lane : lanes) if (lane.waits_for == barrier) lane.waits_for = 0, moved = true;
+        }
     }
     for (Lane& lane : lanes) if (!lane.done) fprintf(stderr, "lanes wait for each other\n"), abort();
 }
@@ -95,6 +102,7 @@ static void copy_bytes(u32 to, u64 from, u32 bytes, u32 width) {
     lanes[current].open.push_back(Copy{to, from, bytes, width});
 }
 static void copy16(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 16); }
+static void copy4(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 4); }
 static void copy8(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 8); }
 static void commit() {
     lanes[current].groups.push_back(lanes[current].open);
@@ -114,12 +122,18 @@ static u32 get(u32 at) { u32 x; memcpy(&x, memory + at, 4); return x; }
 static Two get2(u32 at) { Two x; if (at % 8) abort(); memcpy(&x, memory + at, 8); return x; }
 static Four get4(u32 at) { Four x; if (at % 16) abort(); memcpy(&x, memory + at, 16); return x; }
 static void put(u32 at, u32 x) { memcpy(memory + at, &x, 4); }
+static void put4(u32 at, const Four& y) { if (at % 16) abort(); memcpy(memory + at, &y, 16); }
+static Four read(u64 at) { Four y; if (at % 16) abort(); memcpy(&y, (void*)at, 16); return y; }
 static void write(u64 at, const Four& y) { if (at % 16) abort(); memcpy((void*)at, &y, 16); }
 static u32 bits_of(float x) { u32 y; memcpy(&y, &x, 4); return y; }
 static float number(u32 x) { float y; memcpy(&y, &x, 4); return y; }
 static float times(float x, float y) { volatile float z = x * y; return z; }
 static float plus(float x, float y) { volatile float z = x + y; return z; }
 static float less(float x, float y) { volatile float z = x - y; return z; }
+static float over(float x, float y) { return x / y; }
+static float over_exact(float x, float y) { return x / y; }
+static float root(float x) { return sqrtf(x); }
+static float exponential(float x) { return expf(x); }
 static u32 bytes_of(u32 x, u32 y, u32 which) {
     u64 both = x | (u64)y << 32;
     u32 found = 0;

@@ -19,6 +19,7 @@ from octavo.ops.scan import (
     DeltaOperands,
     Mamba1Operands,
     Mamba2Operands,
+    delta_step,
     delta_stream,
 )
 from octavo.ops.scan.conv_decode_gpu import decode_convolution
@@ -72,7 +73,7 @@ _BLOCK_WARPS, _CHUNK_WARPS, _CHUNK_REGISTERS = 2, 8, 128
 _STREAMED = (torch.bfloat16, torch.float16)
 _STREAM_TILES, _STREAM_PROGRAMS, _STREAM_STAGES, _STREAM_REGISTERS = 4, 512, 2, 168
 _READY_WARPS, _READY_REGISTERS = 2, 200
-_COPIED = True  # whether states come by `delta_stream`, where it serves
+_COPIED = 2  # 1: states come by `delta_stream`, 2: all by `delta_step`, where they serve
 _DELTA_REGISTERS: int | None = 128  # of a thread: four programs of 16-bit types a processor, 32 kB of states each
 _DELTA_FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM")
 _PLAIN: dict[str, Any] = {"enable_fp_fusion": False}  # so that no kernel rounds less than another
@@ -176,6 +177,9 @@ class GpuStates:
         """Where every row has one token: what needs no state, then states as they come."""
         step, heads, key_heads = own.inputs, rule.num_heads, rule.num_key_heads
         keys, values = rule.key_size, rule.value_size
+        if _COPIED == 2 and (found := self._step_delta(own, told, rule, qkv, a, b)) is not None:
+            self._advance_delta(own, told, rule, qkv)
+            return found
         num_rows, per = len(step.rows), rule.num_heads // rule.num_key_heads
         padded, pdl = padded_length(keys), chained(qkv.device)
         out = qkv.new_empty(len(qkv), heads * values)
@@ -204,6 +208,25 @@ class GpuStates:
             *told.firsts, **shape, **named, VALUE_SIZE=values, TILE=wide, STAGES=_STREAM_STAGES, num_warps=warps, maxnreg=_STREAM_REGISTERS, num_stages=1, **_PLAIN, **pdl,
         )  # fmt: skip
         self._advance_delta(own, told, rule, qkv)
+        return out
+
+    def _step_delta(
+        self, own: LayerStates, told: _Told, rule: DeltaOperands, qkv: Tensor, a: Tensor, b: Tensor
+    ) -> Tensor | None:
+        """What `delta_ready` and `delta_decode` do, in one kernel, where it serves."""
+        step, kept, value = own.inputs, told.kept, qkv[:, 2 * rule.num_key_heads * rule.key_size :]
+        heads, sizes = (rule.num_heads, rule.num_key_heads), (rule.key_size, rule.value_size)
+        if not delta_step.serves(heads, sizes, own.chunk, qkv, kept[:4]) or a.dtype != qkv.dtype:
+            return None
+        macros = delta_step.macros(heads, own.block_size, told.forms, value.dtype)
+        if not delta_step.is_loaded(macros, value.device):
+            return None
+        out = qkv.new_empty(len(qkv), rule.num_heads * rule.value_size)
+        state_table, state_columns, input_table, input_columns = told.tables
+        given = qkv, a, b, rule.decay, rule.dt_bias, out, step.rows, step.query_start, step.seq_lens
+        places = [each.data_ptr() for each in (*given, state_table, input_table, *kept)]
+        numbers = qkv.stride(0), a.stride(0), b.stride(0), state_columns, input_columns, *told.firsts, len(step.rows)
+        delta_step.launch(delta_step.Told(*places, *numbers, rule.key_size**-0.5), macros, qkv.device)
         return out
 
     def _stream_delta(

@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from octavo.ops import compile
 from octavo.ops.compile import driver, nvrtc, side_by_side
 from octavo.ops.gemm.gemm_pipeline import is_hopper
 from octavo.ops.scan.kept import Form
@@ -84,7 +85,8 @@ def macros(
 @functools.cache
 def source() -> str:
     """The kernel's."""
-    return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    texts = Path(compile.__file__).with_name("lanes.cu"), Path(__file__).with_suffix(".cu")
+    return "".join(text.read_text(encoding="utf-8") for text in texts)
 
 
 def shared_bytes(own: dict[str, int | str]) -> int:
