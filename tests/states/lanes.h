@@ -55,6 +55,8 @@ static void meet(int whom, u32 count = 0) {
 }
 static void together() { meet(2, lanes.size()); }
 static void some_together(u32 barrier, u32 count) { meet(2 + barrier, count); }
+static u32 heard[16];
+static void tell_some(u32 barrier, u32) { ++heard[barrier]; }
 static void warp_together() { meet(1); }
 static void let_next_begin() {}
 static void wait_for_before() {}
@@ -66,6 +68,7 @@ static void begin_lane() {
 static void run_block(u32 threads) {
     lanes = std::vector<Lane>(threads);
     memset(memory, 0xff, sizeof memory);
+    memset(heard, 0, sizeof heard);
     for (Lane& lane : lanes) {
         lane.stack.resize(1 << 17);
         getcontext(&lane.context);
@@ -88,8 +91,10 @@ static void run_block(u32 threads) {
         for (int barrier = 2; barrier < 18; ++barrier) {
             u32 there = 0, count = 0;
             for (Lane& lane : lanes) if (lane.waits_for == barrier) ++there, count = lane.count;
-            if (there && there == count)
+            if (there && there + heard[barrier - 2] == count) {
+                heard[barrier - 2] = 0;
                 for (Lane& lane : lanes) if (lane.waits_for == barrier) lane.waits_for = 0, moved = true;
+            }
         }
     }
     for (Lane& lane : lanes) if (!lane.done) fprintf(stderr, "lanes wait for each other\n"), abort();

@@ -28,6 +28,9 @@ __device__ inline void together() { asm volatile("bar.sync 0;" ::: "memory"); }
 __device__ inline void some_together(u32 barrier, u32 count) {
     asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(count) : "memory");
 }
+__device__ inline void tell_some(u32 barrier, u32 count) {  // those who wait there
+    asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(count) : "memory");
+}
 __device__ inline void warp_together() { __syncwarp(); }
 __device__ inline void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ inline void wait_for_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -2,7 +2,7 @@
 //
 // A task is a row and a head of its keys, with those of the values that share it. Of a block's warps the last one, the
 // scout, finds where a task's things lie, brings keys and gates, norms the token's query and key and sums its gates: a
-// task ahead of the others. Of those each takes 32 channels of one head. Its states, updates and values come by
+// task ahead of the others, for which it makes T meanwhile. Of those each takes 32 channels of one head. Its states, updates and values come by
 // asynchronous copies into a ring of its own, SLOT bytes a step, ROUND steps a task, on past the end of each task to
 // the next: memory never waits for a task. A lane copies what it will read itself, as the matrix unit's second operand
 // wants it, into 64 bytes of each step that are its own. Column n of the product j of four is channel 4 n + j, so that
@@ -400,6 +400,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
         bring(told, task, base + BROUGHT_AT, lane);
         for (int round = 0; task < tasks; ++round, task += by) {
             together();
+            int here = (int)(get(base + PLACES_AT + round % 3 * PLACES_BYTES + LAST) % 16);
+            some_together(1, THREADS);  // triangles are there
+            for (int head = lane / 16; head < PER; head += 2) invert(head, made, here, lane);
+            tell_some(2, THREADS);
             bring(told, task + by, base + BROUGHT_AT + (round + 1) % 2 * BROUGHT_BYTES, lane);
             find(told, task + 2 * by, base + PLACES_AT + (round + 2) % 3 * PLACES_BYTES, lane);
         }
@@ -420,8 +424,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
         then = ahead_of(told, task + by, base + PLACES_AT + (round + 1) % 3 * PLACES_BYTES, warp, lane);
         int last = (int)(get(now.places + LAST) % CHUNK), here = last % 16;
         for (int tile = warp; tile < 2 * now.blocks + 2; tile += WARPS) compare(tile, brought, made, last, lane);
-        some_together(1, 32 * WARPS);
-        if ((int)(warp * 2 + lane / 16) < PER) invert(warp * 2 + lane / 16, made, here, lane);
+        tell_some(1, THREADS);
         u32 square_at = brought + (last / 16 * 16 + lane % 16) * PITCH + lane / 16 * 16;
         float of_key[4][4] = {}, of_query[4][4] = {};
         u32 slot;
@@ -457,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
         for (int j = 0; j < 4; ++j)
 #pragma unroll
             for (int i = 0; i < 4; ++i) of_query[j][i] = times(own_begun, of_query[j][i]);
-        some_together(1, 32 * WARPS);  // T is there
+        some_together(2, THREADS);  // T is there, and all that others made
 #pragma unroll
         for (int step = 8; step < 10; ++step) {
             NEXT(step)
