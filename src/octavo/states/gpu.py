@@ -204,8 +204,9 @@ class GpuStates:
         tiles = -(-values // wide)
         named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM")}
         delta_decode[heads * tiles // _tiles_of(per * tiles, num_rows * heads * tiles), num_rows](
-            *made, qkv.stride(0), out, *given, *told.tables, state, key_kept, value_kept, update,
-            *told.firsts, **shape, **named, VALUE_SIZE=values, TILE=wide, STAGES=_STREAM_STAGES, num_warps=warps, maxnreg=_STREAM_REGISTERS, num_stages=1, **_PLAIN, **pdl,
+            *made, qkv.stride(0), out, *given, *told.tables, state, key_kept, value_kept, update, *told.firsts,
+            **shape, **named, VALUE_SIZE=values, TILE=wide, STAGES=_STREAM_STAGES,
+            num_warps=warps, maxnreg=_STREAM_REGISTERS, num_stages=1, **_PLAIN, **pdl,
         )  # fmt: skip
         self._advance_delta(own, told, rule, qkv)
         return out
@@ -232,7 +233,7 @@ class GpuStates:
     def _stream_delta(
         self, own: LayerStates, told: _Told, rule: DeltaOperands, made: tuple[Tensor, ...], out: Tensor
     ) -> bool:
-        """What `delta_decode` does, by copies that never end, where that kernel serves. made: of `delta_ready`, and v."""
+        """What `delta_decode` does, where `delta_stream` serves. made: of `delta_ready`, and v."""
         step, value, kept = own.inputs, made[-1], told.kept[:4]
         heads, sizes = (rule.num_heads, rule.num_key_heads), (rule.key_size, rule.value_size)
         if not delta_stream.serves(heads, sizes, own.chunk, value, kept):

@@ -20,6 +20,9 @@ struct Form {
 #define SIZE 128  // of a head's keys, and of its values
 #define WARPS (4 * PER)  // that compute
 #define THREADS (32 * WARPS + 32)
+#if DEPTH > 9
+#error "a step of the task ahead is one of its states"
+#endif
 #define SLOT 2048
 #define ROUND 11  // steps of a task: eight of 16 rows of the state, two of 32 tokens' updates, one of values
 
@@ -250,18 +253,18 @@ __device__ inline void bring(const Told& told, int task, u32 to, u32 lane) {
 struct Ahead {
     u64 state;   // of the lane's first row and channels; 0: there is none
     u32 places;  // 0: there is no task
-    int blocks;  // of 16 tokens, of the chunk before the token's
 };
 
 __device__ inline Ahead ahead_of(const Told& told, int task, u32 places, u32 warp, u32 lane) {
-    if (task >= told.num_rows * KEY_HEADS) return Ahead{0, 0, 0};
+    if (task >= told.num_rows * KEY_HEADS) return Ahead{0, 0};
     u64 state = address_at(places + STATES + warp / 4 * 8);
     if (state) state += lane % 4 * 1024 + warp % 4 * 128 + lane / 4 * 16;
-    return Ahead{state, places, (int)(get(places + LAST) % CHUNK / 16)};
+    return Ahead{state, places};
 }
 
-// Ask for a step of a task. channels: of the warp's first one, in bytes of 16-bit numbers.
-__device__ inline void ask(int step, u32 to, const Told& told, const Ahead& of, u32 channels, u32 lane) {
+// Ask for a step of a task. channels: of the warp's first one, in bytes of 16-bit numbers. blocks: of 16 tokens, of the
+// chunk before the token's.
+__device__ inline void ask(int step, u32 to, const Told& told, const Ahead& of, u32 channels, int blocks, u32 lane) {
     u64 nowhere = (u64)told.state;
     if (of.places) {
         if (step < 8) {
@@ -274,7 +277,7 @@ __device__ inline void ask(int step, u32 to, const Told& told, const Ahead& of, 
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
                 int own = (step - 8) * 2 + part;
-                if (own <= of.blocks) {
+                if (own <= blocks) {
 #pragma unroll
                     for (int r = 0; r < 4; ++r) {
                         u32 token = own * 16 + lane % 4 * 2 + r / 2 * 8 + r % 2;
@@ -414,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
     u32 channels = ((task % KEY_HEADS * PER + own_head) * SIZE + warp % 4 * 32) * 2;
     Ahead now = ahead_of(told, task, base + PLACES_AT, warp, lane), then;
 #pragma unroll
-    for (int step = 0; step < DEPTH - 1; ++step) ask(step, ring + step * SLOT, told, now, channels, lane);
+    for (int step = 0; step < DEPTH - 1; ++step) ask(step, ring + step * SLOT, told, now, channels, 0, lane);
     wait_for_before();
     u32 use = 0;  // the ring's place that is read next
     for (int round = 0; task < tasks; ++round, task += by) {
@@ -422,8 +425,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
         u32 brought = base + BROUGHT_AT + round % 2 * BROUGHT_BYTES;
         u32 next_channels = (((task + by) % KEY_HEADS * PER + own_head) * SIZE + warp % 4 * 32) * 2;
         then = ahead_of(told, task + by, base + PLACES_AT + (round + 1) % 3 * PLACES_BYTES, warp, lane);
-        int last = (int)(get(now.places + LAST) % CHUNK), here = last % 16;
-        for (int tile = warp; tile < 2 * now.blocks + 2; tile += WARPS) compare(tile, brought, made, last, lane);
+        int last = (int)(get(now.places + LAST) % CHUNK), here = last % 16, blocks = last / 16;
+        for (int tile = warp; tile < 2 * blocks + 2; tile += WARPS) compare(tile, brought, made, last, lane);
         tell_some(1, THREADS);
         u32 square_at = brought + (last / 16 * 16 + lane % 16) * PITCH + lane / 16 * 16;
         float of_key[4][4] = {}, of_query[4][4] = {};
@@ -433,8 +436,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
     slot = ring + use * SLOT;                                                                                   \
     {                                                                                                           \
         u32 free = ring + (use == 0 ? DEPTH - 1 : use - 1) * SLOT;                                              \
-        if ((step) + DEPTH - 1 < ROUND) ask((step) + DEPTH - 1, free, told, now, channels, lane);               \
-        else ask((step) + DEPTH - 1 - ROUND, free, told, then, next_channels, lane);                            \
+        if ((step) + DEPTH - 1 < ROUND) ask((step) + DEPTH - 1, free, told, now, channels, blocks, lane);            \
+        else ask((step) + DEPTH - 1 - ROUND, free, told, then, next_channels, 0, lane);                            \
     }                                                                                                           \
     use = use == DEPTH - 1 ? 0 : use + 1;
 #pragma unroll
@@ -467,7 +470,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
                 int own = (step - 8) * 2 + part;
-                if (own <= now.blocks) {
+                if (own <= blocks) {
                     Four words[2] = {get4(slot + part * 1024 + lane * 16), get4(slot + part * 1024 + 512 + lane * 16)};
                     Two updates[4];  // of two tokens, and of two others
 #pragma unroll
@@ -476,7 +479,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
                         updates[j] = Two{{bytes_of(words[0].x[j / 2], words[0].x[2 + j / 2], which),
                                           bytes_of(words[1].x[j / 2], words[1].x[2 + j / 2], which)}};
                     }
-                    if (own < now.blocks) {
+                    if (own < blocks) {
                         Four m = square(of_head + lane % 16 * M_PITCH + lane / 16 * 16 + own * 32);
                         Four f = equal_rows(of_head + FACTOR + own * 32, lane);
 #pragma unroll
@@ -521,7 +524,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
             multiply_tf32(update, odd_t, odd);
             own_update[j] = pack(update[0], update[1]);
         }
-        Four f = equal_rows(of_head + FACTOR + now.blocks * 32, lane);
+        Four f = equal_rows(of_head + FACTOR + blocks * 32, lane);
         bool is_mine = here % 8 / 2 == (int)lane % 4;
 #pragma unroll
         for (int j = 0; j < 4; ++j) {

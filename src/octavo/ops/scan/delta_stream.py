@@ -65,9 +65,7 @@ def fits(heads: tuple[int, int], sizes: tuple[int, int], chunk: int, qkv: Tensor
     return all(each.dtype == qkv.dtype for each in kept[1:]) and not any(step % 16 for step in steps)
 
 
-def macros(
-    heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype: torch.dtype
-) -> dict[str, int | str]:
+def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype: torch.dtype) -> dict[str, int | str]:
     """The kernel's. forms: of states, keys, values, updates."""
     names = "STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM"
     return {
