@@ -406,9 +406,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
             int here = (int)(get(base + PLACES_AT + round % 3 * PLACES_BYTES + LAST) % 16);
             some_together(1, THREADS);  // triangles are there
             for (int head = lane / 16; head < PER; head += 2) invert(head, made, here, lane);
+            warp_together();
             tell_some(2, THREADS);
             bring(told, task + by, base + BROUGHT_AT + (round + 1) % 2 * BROUGHT_BYTES, lane);
             find(told, task + 2 * by, base + PLACES_AT + (round + 2) % 3 * PLACES_BYTES, lane);
+            warp_together();
         }
         return;
     }
