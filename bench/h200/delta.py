@@ -1,7 +1,8 @@
 """The gated delta rule on a GPU, one part a call: `python bench/h200/delta.py PART [--dry]`.
 
 bits: over cuts, batches and rejected drafts, with the kernels that stream states and walk prompts and without. decode,
-prompts: microseconds beside what bytes or operations take. choices, walks: of both by tiles, stages, warps and
+prompts: microseconds beside what bytes or operations take. steps: decoding by one kernel, by one that streams behind
+Triton's, and by Triton's: float64, bits, times. choices, walks: of Triton's and of prompts by tiles, stages, warps and
 registers, with the bits of prompts beside those of blocks. A table comes last. See states.py for --dry.
 """
 
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import torch
 
 import states  # which finds the tests' rigs
 
@@ -48,6 +51,73 @@ def decode_choices(counts: Sequence[int], computed: int) -> str:
         setattr(gpu, key, value)
     tiles[gpu._STREAMING] = tile
     return "\n      ".join(found)
+
+
+# How the delta rule decodes: the value of `_COPIED`, and of the kernel's module steps of a ring and blocks a processor.
+STEPS: dict[str, tuple[int, int, int]] = {
+    "Triton's": (0, 0, 0),
+    "streamed, 5 x 2": (1, 5, 2),
+    "one kernel, 4 x 2": (2, 4, 2),
+    "streamed, 9 x 1": (1, 9, 1),
+    "one kernel, 3 x 2": (2, 3, 2),
+    "one kernel, 9 x 1": (2, 9, 1),
+}
+
+
+@contextlib.contextmanager
+def stepping(name: str) -> Iterator[None]:
+    """Within: decoding by one of `STEPS`."""
+    from octavo.ops.scan import delta_step, delta_stream
+    from octavo.states import gpu
+
+    copied, depth, resident = STEPS[name]
+    module = delta_step if copied == 2 else delta_stream
+    before = gpu._COPIED, module.DEPTH, dict(module.RESIDENT)
+    gpu._COPIED = copied
+    if copied:
+        module.DEPTH, module.RESIDENT[2] = depth, resident
+    try:
+        yield
+    finally:
+        gpu._COPIED, module.DEPTH = before[:2]
+        module.RESIDENT.update(before[2])
+
+
+def stepped(name: str) -> list[torch.Tensor]:
+    """Results of rows that decode across blocks and a border, a row of padding behind them, and all that is kept."""
+    import gpu_states_rig
+    import state_rig
+    from octavo.states.gpu import GpuStates
+
+    case = gpu_states_rig.MAKERS["delta"](DTYPE, *states.sizes_of("delta"))
+    gpu_states_rig.move(case, states.DEVICE)
+    begins = (1, 15) if DRY else (1, 15, 30, 47, 62, 63, 64, 79, 126, 130, 190, 200)
+    rows = state_rig.Rows(
+        case, GpuStates(), state_rig.draw_all(case, [each + 5 for each in begins]), device=states.DEVICE, block_size=64
+    )
+    with stepping(name):
+        rows.compute(dict(enumerate(begins)))
+        rows.padded = 1
+        for turn in range(1 if DRY else 5):
+            rows.compute({(row + turn) % len(begins): 1 for row in range(len(begins))})
+    return [*rows.results, rows.pool.buffer.clone()]
+
+
+def step_bits(name: str, expected: list[torch.Tensor]) -> str:
+    """Whether one of `STEPS` gives Triton's bits, and keeps them."""
+    if not expected:
+        expected += stepped("Triton's")
+    differ = [
+        int((one.view(torch.uint8) != other.view(torch.uint8)).sum())
+        for one, other in zip(stepped(name), expected, strict=True)
+    ]
+    return f"OTHER BITS, bytes of each row and of what is kept: {differ}" if any(differ) else "Triton's bits"
+
+
+def step_times(name: str, num_rows: int, computed: int) -> str:
+    """Microseconds of one of `STEPS` beside those of bytes."""
+    with stepping(name):
+        return states.decode("delta", num_rows, computed)
 
 
 # Of the delta rule's prompts: channels and warps of a walk, chunks on their way or used; warps and registers where
@@ -106,6 +176,14 @@ def main() -> None:
         states.attempt("bits", states.bits, "delta", DTYPE)
         states.attempt("bits, not walked", bits_without, "_DELTA_WALKED")
         states.attempt("bits, nor streamed", bits_without, "_DELTA_WALKED", "_STREAMED")
+    if "steps" in sys.argv:
+        expected: list[torch.Tensor] = []
+        for name in STEPS:  # one behind the other: what an error leaves of a GPU is of no use
+            states.attempt(f"{name}: bits", step_bits, name, expected)
+            for num_rows, computed in ((2, 70),) if DRY else ((1, 1056), (64, 1056), (256, 160)):
+                states.attempt(f"{name}: {num_rows} rows", step_times, name, num_rows, computed)
+        states.attempt("bits over cuts", states.bits, "delta", DTYPE)
+        states.attempt("accuracy", states.accuracy, "delta", DTYPE)
     if "decode" in sys.argv:
         for num_rows, computed in ((1, 70),) if DRY else ((1, 1056), (64, 1056), (64, 1087), (256, 160)):
             states.attempt(f"decode {num_rows} rows at {computed}", states.decode, "delta", num_rows, computed)

@@ -93,8 +93,8 @@ def _states(name: str, sizes: tuple[int, ...]) -> None:
 
 
 def _deltas() -> None:
-    """States whose heads are cut in blocks, and such that are streamed."""
-    for sizes in ((2, 4, 40, 96), (2, 4, 24, 32)):
+    """States whose heads are cut in blocks, such that are streamed, and such that one kernel decodes."""
+    for sizes in ((2, 4, 40, 96), (2, 4, 24, 32), (2, 4, 128, 128)):
         _states("delta", sizes)
 
 

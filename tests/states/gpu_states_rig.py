@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 import state_rig as rig
+from emulated import COMPILER, emulated
 from octavo.layers.recurrent import GatedDeltaRule, ShortConvolution, state_spec
 from octavo.ops.scan import SHORT_CHUNK
 from octavo.rl.autograd import recurrent
@@ -132,6 +133,27 @@ def check_decoding(device: str, name: str, dtype: torch.dtype, sizes: tuple[int,
         assert error < (3e-5 if dtype is torch.float32 else 3e-2), (name, error)
 
 
+def one_kernel_decodes(heads: tuple[int, int], begins: Sequence[int], steps: int) -> None:
+    """The delta rule, its lanes on a CPU, beside Triton's kernels: rows in blocks' middles, on a border, and padding.
+
+    heads: of keys and of values.
+    """
+    case = rig.CASES["delta"](torch.float16, *heads, 128, 128)
+    drawn = rig.draw_all(case, [begin + steps for begin in begins])
+    found = []
+    for copied in (0, 2):
+        with unittest.mock.patch.object(gpu, "_COPIED", copied), emulated(3) as launches:
+            rows = rig.Rows(case, GpuStates(), drawn, block_size=64)
+            rows.compute(dict(enumerate(begins)))
+            rows.padded = 1
+            for _ in range(steps):
+                rows.compute(dict.fromkeys(reversed(range(len(begins))), 1))
+        assert len(launches) == (steps if copied else 0)
+        found.append([*rows.results, *(store.data.float().nan_to_num(0, 0, 0) for store in rows.own.kept_inputs[3:])])
+    for one, other in zip(*found, strict=True):
+        assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max()
+
+
 def several_heads_decode() -> None:
     """By one program, which reads one while it computes another, of several groups; and by uneven ones."""
     for programs in (1, 3):
@@ -159,10 +181,12 @@ def convolution_in_mamba2(
 
 
 _DECODED = {f"{name} decodes": lambda name=name: check_decoding("cpu", name, torch.float32) for name in MAKERS}
+_ONE = (((1, 2), (63, 30, 15, 1), 3), ((1, 4), (66, 47), 1)) if COMPILER else ()
 INTERPRETED = (
     {name: lambda name=name: interpreted(name) for name in MAKERS}
     | _DECODED
     | {"a pack": packed_sequences, "mamba2 walks": walked, "delta streams": streamed}
     | {"mamba2 decodes several heads": several_heads_decode, "mamba2 convolves": convolution_in_mamba2}
+    | {f"{heads[1]} heads in one kernel": lambda own=(heads, *rest): one_kernel_decodes(*own) for heads, *rest in _ONE}
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}
 )

@@ -216,6 +216,7 @@ class Rows:
         self.step = StateStep()
         self.own = layer_states(specs, self.pool, tables, self.step, backend)[len(beside)]
         self.computed = [0] * len(drawn)
+        self.padded = 0  # rows of padding behind those of a step
         self.results = [torch.empty(0)] * len(drawn)
 
     def keep_one_state(self, row: int) -> None:
@@ -240,9 +241,9 @@ class Rows:
             StateInputs(
                 max_query_len=max(counts.values()) + spoilt,
                 max_seq_len=max(lengths),
-                rows=torch.tensor(list(counts), device=self.device),
-                query_start=torch.tensor(starts, dtype=torch.int32, device=self.device),
-                seq_lens=torch.tensor(lengths, dtype=torch.int32, device=self.device),
+                rows=torch.tensor([*counts, *[0] * self.padded], device=self.device),
+                query_start=torch.tensor(starts + starts[-1:] * self.padded, dtype=torch.int32, device=self.device),
+                seq_lens=torch.tensor(lengths + [0] * self.padded, dtype=torch.int32, device=self.device),
                 positions=torch.tensor(positions, device=self.device),
             )
         )

@@ -22,7 +22,8 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 import gpu_states_rig  # noqa: E402
 import state_rig as rig  # noqa: E402
 from interpreted import run_rig  # noqa: E402
-from octavo.ops.scan import mamba2_decode_gpu  # noqa: E402
+from octavo.ops.compile import nvrtc  # noqa: E402
+from octavo.ops.scan import delta_step, mamba2_decode_gpu  # noqa: E402
 from octavo.states import gpu  # noqa: E402
 from octavo.states.gpu import GpuStates  # noqa: E402
 from sass import unwritten_reads  # noqa: E402
@@ -58,6 +59,25 @@ def test_a_program_of_several_heads_spills_no_register_of_its_loop(
         for kernel in _compiled(monkeypatch, name, torch.bfloat16, SHAPES["mamba2"], (1,)):
             assert _spilled_bytes(kernel.asm["ptx"], tmp_path) <= 128, kernel.metadata.name
         assert unwritten_reads(kernel.asm["cubin"], tmp_path) == [], kernel.metadata.name
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4])
+def test_one_kernel_decodes_the_delta_rule_without_spilling(heads: int, tmp_path: Path) -> None:
+    """Of a key's heads, as many blocks as are launched fit a processor."""
+    try:
+        nvrtc._library()
+    except nvrtc.CompileError:
+        pytest.skip("needs NVRTC")
+    form = (663552, 331776, 16384, 32, 32, 128, 2, 1)
+    macros = delta_step.macros((16 * heads, 16), 64, [form] * 6, torch.bfloat16)
+    code, told = nvrtc.compile_told(delta_step.source(), macros, "sm_90a", "--ptxas-options=-v")
+    assert "0 bytes spill stores" in told, told
+    assert unwritten_reads(code, tmp_path) == []
+    found = re.search(r"Used (\d+) registers", told)
+    assert found is not None, told
+    blocks, warps = int(macros["RESIDENT"]), 4 * heads + 1
+    assert -(-blocks * warps // 4) * 32 * int(found[1]) <= 65536 // 4  # of a quarter of a processor
+    assert blocks * (delta_step.shared_bytes(macros) + 1024) <= SHARED_BYTES + 1024
 
 
 def test_many_states_of_float32_fit_shared_memory_where_rows_decode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from octavo.ops.compile.launch import chained
 from octavo.ops.compile.row_sum import padded_length
-from octavo.ops.scan import ConvOperands, DeltaNetOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
+from octavo.ops.scan import (
+    ConvOperands,
+    DeltaNetOperands,
+    DeltaOperands,
+    Mamba1Operands,
+    Mamba2Operands,
+    delta_step,
+    delta_stream,
+)
 from octavo.ops.scan.conv_decode_gpu import decode_convolution
 from octavo.ops.scan.conv_gpu import convolve_prompts, short_convolution
 from octavo.ops.scan.delta_decode_gpu import delta_decode, delta_ready
@@ -65,6 +73,7 @@ _BLOCK_WARPS, _CHUNK_WARPS, _CHUNK_REGISTERS = 2, 8, 128
 _STREAMED = (torch.bfloat16, torch.float16)
 _STREAM_TILES, _STREAM_PROGRAMS, _STREAM_STAGES, _STREAM_REGISTERS = 4, 512, 2, 168
 _READY_WARPS, _READY_REGISTERS = 2, 200
+_COPIED = 2  # 1: states come by `delta_stream`, 2: all by `delta_step`, where they serve
 _DELTA_REGISTERS: int | None = 128  # of a thread: four programs of 16-bit types a processor, 32 kB of states each
 _DELTA_FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM")
 _PLAIN: dict[str, Any] = {"enable_fp_fusion": False}  # so that no kernel rounds less than another
@@ -168,6 +177,9 @@ class GpuStates:
         """Where every row has one token: what needs no state, then states as they come."""
         step, heads, key_heads = own.inputs, rule.num_heads, rule.num_key_heads
         keys, values = rule.key_size, rule.value_size
+        if _COPIED == 2 and (found := self._step_delta(own, told, rule, qkv, a, b)) is not None:
+            self._advance_delta(own, told, rule, qkv)
+            return found
         num_rows, per = len(step.rows), rule.num_heads // rule.num_key_heads
         padded, pdl = padded_length(keys), chained(qkv.device)
         out = qkv.new_empty(len(qkv), heads * values)
@@ -184,16 +196,56 @@ class GpuStates:
             told.firsts[1], **shape, **named, LEVELS=padded.bit_length() - 1, LANES=16 * (1 << (per - 1).bit_length()),
             num_warps=_READY_WARPS, maxnreg=_READY_REGISTERS, num_stages=1, **_PLAIN, **pdl,
         )  # fmt: skip
+        made = query, key, before, factor, factors, qkv[:, 2 * key_heads * keys :]
+        if _COPIED and self._stream_delta(own, told, rule, made, out):
+            self._advance_delta(own, told, rule, qkv)
+            return out
         wide, warps = _delta_tile(values, _STREAMING)
         tiles = -(-values // wide)
         named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM")}
         delta_decode[heads * tiles // _tiles_of(per * tiles, num_rows * heads * tiles), num_rows](
-            query, key, before, factor, factors, qkv[:, 2 * key_heads * keys :], qkv.stride(0), out, *given,
-            *told.tables, state, key_kept, value_kept, update, *told.firsts, **shape, **named, VALUE_SIZE=values,
-            TILE=wide, STAGES=_STREAM_STAGES, num_warps=warps, maxnreg=_STREAM_REGISTERS, num_stages=1, **_PLAIN, **pdl,
+            *made, qkv.stride(0), out, *given, *told.tables, state, key_kept, value_kept, update, *told.firsts,
+            **shape, **named, VALUE_SIZE=values, TILE=wide, STAGES=_STREAM_STAGES,
+            num_warps=warps, maxnreg=_STREAM_REGISTERS, num_stages=1, **_PLAIN, **pdl,
         )  # fmt: skip
         self._advance_delta(own, told, rule, qkv)
         return out
+
+    def _step_delta(
+        self, own: LayerStates, told: _Told, rule: DeltaOperands, qkv: Tensor, a: Tensor, b: Tensor
+    ) -> Tensor | None:
+        """What `delta_ready` and `delta_decode` do, in one kernel, where it serves."""
+        step, kept, value = own.inputs, told.kept, qkv[:, 2 * rule.num_key_heads * rule.key_size :]
+        heads, sizes = (rule.num_heads, rule.num_key_heads), (rule.key_size, rule.value_size)
+        if not delta_step.serves(heads, sizes, own.chunk, qkv, kept[:4]) or a.dtype != qkv.dtype:
+            return None
+        macros = delta_step.macros(heads, own.block_size, told.forms, value.dtype)
+        if not delta_step.is_loaded(macros, value.device):
+            return None
+        out = qkv.new_empty(len(qkv), rule.num_heads * rule.value_size)
+        state_table, state_columns, input_table, input_columns = told.tables
+        given = qkv, a, b, rule.decay, rule.dt_bias, out, step.rows, step.query_start, step.seq_lens
+        places = [each.data_ptr() for each in (*given, state_table, input_table, *kept)]
+        numbers = qkv.stride(0), a.stride(0), b.stride(0), state_columns, input_columns, *told.firsts, len(step.rows)
+        delta_step.launch(delta_step.Told(*places, *numbers, rule.key_size**-0.5), macros, qkv.device)
+        return out
+
+    def _stream_delta(
+        self, own: LayerStates, told: _Told, rule: DeltaOperands, made: tuple[Tensor, ...], out: Tensor
+    ) -> bool:
+        """What `delta_decode` does, where `delta_stream` serves. made: of `delta_ready`, and v."""
+        step, value, kept = own.inputs, made[-1], told.kept[:4]
+        heads, sizes = (rule.num_heads, rule.num_key_heads), (rule.key_size, rule.value_size)
+        if not delta_stream.serves(heads, sizes, own.chunk, value, kept):
+            return False
+        macros = delta_stream.macros(heads, own.block_size, told.forms[:4], value.dtype)
+        if not delta_stream.is_loaded(macros, value.device):
+            return False
+        state_table, state_columns, input_table, input_columns = told.tables
+        given = *made, out, step.rows, step.query_start, step.seq_lens, state_table, input_table, *kept
+        numbers = value.stride(0), state_columns, input_columns, *told.firsts, len(step.rows), 0
+        delta_stream.launch(delta_stream.Told(*(each.data_ptr() for each in given), *numbers), macros, value.device)
+        return True
 
     def _advance_delta(self, own: LayerStates, told: _Told, rule: DeltaOperands, qkv: Tensor) -> None:
         """Write the states of rows whose one token ends a chunk."""

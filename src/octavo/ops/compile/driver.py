@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _KERNEL_NODE = 0
-_MAX_DYNAMIC_SHARED = 8  # the attribute of a function
+_MAX_DYNAMIC_SHARED, _SHARED_PERCENT = 8, 9  # attributes of a function
 _DEFAULT_SHARED = 48 << 10  # bytes of a block that need no leave
 _CLUSTER, _OVERLAPS = 4, 6  # attributes of a launch
 _MAP_BYTES, _MAP_ALIGNED = 128, 64
@@ -105,6 +105,7 @@ def load(machine_code: bytes, name: str, shared: int) -> int:
     call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
     if shared > _DEFAULT_SHARED:
         call("cuFuncSetAttribute", function, _MAX_DYNAMIC_SHARED, shared)
+        call("cuFuncSetAttribute", function, _SHARED_PERCENT, 100)  # of a processor's, so that as many blocks fit
     assert function.value is not None, "the driver gave a function"
     return function.value
 

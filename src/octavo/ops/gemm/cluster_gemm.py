@@ -152,6 +152,12 @@ def _round_up(lines: int) -> int:
     return -(-lines // 16) * 16
 
 
+def has_tile(x: Tensor, weight: Tensor, activation: str | None = None) -> bool:
+    """Whether the rule has a tile for rows x [M, K] by weight [N, K], on whatever device they are."""
+    n, k = weight.shape
+    return _Kind(x.dtype, activation).tile_for(x.shape[0], n, k) is not None
+
+
 def serves(
     x: Tensor, weight: Tensor, out: Tensor | None, activation: str | None = None, residual: Tensor | None = None
 ) -> bool:

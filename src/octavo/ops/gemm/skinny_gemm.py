@@ -116,9 +116,7 @@ def serves(
 
 def _clusters(x: Tensor, weight: Tensor, activation: str | None) -> bool:
     """Whether a kernel beside the norm is faster: of long weights, which it streams better."""
-    n, k = weight.shape
-    has_tile = cluster_gemm.tile_for(x.shape[0], n, k, activation is not None) is not None
-    return has_tile and cluster_gemm.serves(x, weight, None, activation)
+    return cluster_gemm.has_tile(x, weight, activation) and cluster_gemm.serves(x, weight, None, activation)
 
 
 def _serves_few(num_rows: int, dtype: torch.dtype, weight: Tensor) -> bool:

@@ -1,0 +1,129 @@
+"""The gated delta rule where rows decode, on Hopper GPUs: the one kernel in CUDA C++.
+
+Owns which layers it serves, its compilation and launch; `delta_step.cu` does the work. It is not Triton's, because a
+warp's copies come in a ring that no other warp waits for, on past the end of a task: Triton copies a tile for a whole
+program, and begins each with waits. Invariant: the bits are `delta_decode`'s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from octavo.ops import compile
+from octavo.ops.compile import driver, nvrtc, side_by_side
+from octavo.ops.gemm.gemm_pipeline import is_hopper
+from octavo.ops.scan.kept import Form
+
+_LOG = logging.getLogger(__name__)
+_SIZE, _CHUNK = 128, 64  # of a head's keys and values; tokens
+_SLOT, _PLACES = 2048, 704  # see delta_step.cu
+_MOST_HEADS = 4  # of one key
+DEPTH = 4  # steps of a warp's ring
+RESIDENT = {1: 3, 2: 2, 3: 1, 4: 1}  # blocks of a processor, by the heads of a key
+_TYPES = (torch.bfloat16, torch.float16)
+_functions: dict[tuple[int | None, tuple[tuple[str, int | str], ...]], int | None] = {}  # None: not to be had
+
+
+class Told(ctypes.Structure):
+    """What a launch is told, as delta_step.cu has it."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("qkv", "a", "b", "decay", "dt_bias", "out", "rows", "query_start")),
+        *((name, ctypes.c_void_p) for name in ("seq_lens", "state_table", "input_table", "state", "key_kept")),
+        *((name, ctypes.c_void_p) for name in ("value_kept", "update_kept", "total_kept", "rate_kept")),
+        *((name, ctypes.c_int64) for name in ("qkv_row", "a_row", "b_row")),
+        *((name, ctypes.c_int) for name in ("state_columns", "input_columns", "state_first", "input_first")),
+        ("num_rows", ctypes.c_int),
+        ("scale", ctypes.c_float),
+    ]
+
+
+def serves(heads: tuple[int, int], sizes: tuple[int, int], chunk: int, qkv: Tensor, kept: Sequence[Tensor]) -> bool:
+    """Whether a layer's decoding runs here. heads: of values and keys; sizes: of a key and a value.
+
+    kept: states, keys, values, updates, each head's and each token's in one line.
+    """
+    if not (qkv.is_cuda and qkv.dtype in _TYPES and kept[0].dtype == torch.float32 and is_hopper(qkv.device)):
+        return False
+    return fits(heads, sizes, chunk, qkv, kept)
+
+
+def fits(heads: tuple[int, int], sizes: tuple[int, int], chunk: int, qkv: Tensor, kept: Sequence[Tensor]) -> bool:
+    """Whether the shape is one that the kernel knows, and lies on bounds of 16 bytes."""
+    per = heads[0] // heads[1]
+    if sizes != (_SIZE, _SIZE) or chunk != _CHUNK or per > _MOST_HEADS:
+        return False
+    steps = [step * each.element_size() for each in kept for step in (*each.stride()[:3],)]
+    steps += [each.data_ptr() for each in (*kept, qkv)] + [qkv.stride(0) * qkv.element_size()]
+    return all(each.dtype == qkv.dtype for each in kept[1:]) and not any(step % 16 for step in steps)
+
+
+def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype: torch.dtype) -> dict[str, int | str]:
+    """The kernel's. forms: of what is kept."""
+    names = "STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM"
+    return {
+        "HEADS": heads[0],
+        "KEY_HEADS": heads[1],
+        "PER": heads[0] // heads[1],
+        "BLOCK": block_size,
+        "DEPTH": DEPTH,
+        "RESIDENT": RESIDENT[heads[0] // heads[1]],
+        "HALF": int(dtype == torch.float16),
+        **{name: ",".join(map(str, form)) for name, form in zip(names, forms, strict=True)},
+    }
+
+
+@functools.cache
+def source() -> str:
+    """The kernel's."""
+    texts = Path(compile.__file__).with_name("lanes.cu"), Path(__file__).with_suffix(".cu")
+    return "".join(text.read_text(encoding="utf-8") for text in texts)
+
+
+def shared_bytes(own: dict[str, int | str]) -> int:
+    """Of a block: rings, what warps share of two tasks, and where three tasks' things lie."""
+    per, depth = int(own["PER"]), int(own["DEPTH"])
+    brought, made = 64 * 272 + 256 + per * 320, per * (16 * 144 + 128 + 64 + 1040)
+    return 4 * per * depth * _SLOT + 2 * brought + made + 3 * _PLACES
+
+
+def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
+    """Whether the kernel is there. Loads it unless a graph is captured; tells once why it cannot be had."""
+    name = device.index, tuple(own.items())
+    if name not in _functions:
+        if (made := side_by_side.current()) is not None:
+            made.compile("delta_step", name[1], functools.partial(nvrtc.machine_code, source(), own, "sm_90a"))
+            return True
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        try:
+            code = nvrtc.machine_code(source(), own, "sm_90a")
+            _functions[name] = driver.load(code, "delta_step", shared_bytes(own))
+        except (OSError, driver.DriverError, nvrtc.CompileError) as error:
+            _LOG.warning("the gated delta rule decodes by other kernels, which may be slower: %s", error)
+            _functions[name] = None
+    return _functions[name] is not None
+
+
+def launch(told: Told, own: dict[str, int | str], device: torch.device) -> None:
+    """Run it; it may begin before the kernel ahead has ended. Ask `is_loaded` first."""
+    function = _functions.get((device.index, tuple(own.items())))
+    if function is None:  # a pass that compiles
+        return
+    blocks = min(told.num_rows * int(own["KEY_HEADS"]), int(own["RESIDENT"]) * _processors(device))
+    params = (ctypes.c_void_p * 1)(ctypes.addressof(told))
+    stream = triton.runtime.driver.active.get_current_stream(device.index)
+    driver.launch_chained(function, blocks, 1, 128 * int(own["PER"]) + 32, shared_bytes(own), stream, params)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,220 @@
+// A GPU's lanes on a CPU, for kernels in CUDA C++ whose instructions are named functions: every lane is a fiber, and
+// where lanes meet all of a warp, or of a block, come together. Copies that are asked for arrive as late as they may,
+// and until then their place holds NaN. Sums are in float32, one product after the other.
+#pragma once
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <vector>
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+typedef long long i64;
+struct Four { u32 x[4]; };
+struct Two { u32 x[2]; };
+
+#define __device__
+#define __global__
+#define __shared__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+
+unsigned char memory[1 << 18] __attribute__((aligned(128)));
+
+struct Copy { u32 to; u64 from; u32 bytes, width; };
+struct Lane {
+    ucontext_t context;
+    std::vector<char> stack;
+    std::vector<Copy> open;
+    std::deque<std::vector<Copy>> groups;
+    u32 given[8];
+    int waits_for = 0;  // 0 nothing, 1 its warp, 2 + i `count` lanes at barrier i
+    u32 count = 0;
+    bool done = false;
+};
+static std::vector<Lane> lanes;
+static ucontext_t scheduler;
+static u32 current, block_id, num_blocks;
+static void (*body)();
+
+static u32 thread() { return current; }
+static u32 block() { return block_id; }
+static u32 blocks() { return num_blocks; }
+static u64 __cvta_generic_to_shared(void*) { return 0; }
+static void meet(int whom, u32 count = 0) {
+    lanes[current].waits_for = whom;
+    lanes[current].count = count;
+    swapcontext(&lanes[current].context, &scheduler);
+}
+static void together() { meet(2, lanes.size()); }
+static void some_together(u32 barrier, u32 count) { meet(2 + barrier, count); }
+static u32 heard[16];
+static void tell_some(u32 barrier, u32) { ++heard[barrier]; }
+static void warp_together() { meet(1); }
+static void let_next_begin() {}
+static void wait_for_before() {}
+static void begin_lane() {
+    body();
+    lanes[current].done = true;
+    swapcontext(&lanes[current].context, &scheduler);
+}
+static void run_block(u32 threads) {
+    lanes = std::vector<Lane>(threads);
+    memset(memory, 0xff, sizeof memory);
+    memset(heard, 0, sizeof heard);
+    for (Lane& lane : lanes) {
+        lane.stack.resize(1 << 17);
+        getcontext(&lane.context);
+        lane.context.uc_stack.ss_sp = lane.stack.data();
+        lane.context.uc_stack.ss_size = lane.stack.size();
+        makecontext(&lane.context, begin_lane, 0);
+    }
+    for (bool moved = true; moved;) {
+        moved = false;
+        for (u32 i = 0; i < threads; ++i) {
+            if (lanes[i].done || lanes[i].waits_for) continue;
+            current = i, moved = true;
+            swapcontext(&scheduler, &lanes[i].context);
+        }
+        for (u32 first = 0; first < threads; first += 32) {
+            u32 there = 0;
+            for (u32 i = first; i < first + 32; ++i) there += lanes[i].waits_for == 1;
+            if (there == 32) for (u32 i = first; i < first + 32; ++i) lanes[i].waits_for = 0, moved = true;
+        }
+        for (int barrier = 2; barrier < 18; ++barrier) {
+            u32 there = 0, count = 0;
+            for (Lane& lane : lanes) if (lane.waits_for == barrier) ++there, count = lane.count;
+            if (there && there + heard[barrier - 2] == count) {
+                heard[barrier - 2] = 0;
+                for (Lane& lane : lanes) if (lane.waits_for == barrier) lane.waits_for = 0, moved = true;
+            }
+        }
+    }
+    for (Lane& lane : lanes) if (!lane.done) fprintf(stderr, "lanes wait for each other\n"), abort();
+}
+
+static void copy_bytes(u32 to, u64 from, u32 bytes, u32 width) {
+    if (to % width || from % width || (bytes && bytes != width) || to + width > sizeof memory)
+        fprintf(stderr, "a copy of %u of %u bytes from %llx to %u\n", bytes, width, from, to), abort();
+    memset(memory + to, 0xff, width);
+    lanes[current].open.push_back(Copy{to, from, bytes, width});
+}
+static void copy16(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 16); }
+static void copy4(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 4); }
+static void copy8(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 8); }
+static void commit() {
+    lanes[current].groups.push_back(lanes[current].open);
+    lanes[current].open.clear();
+}
+template <int LEFT> static void arrived() {
+    auto& groups = lanes[current].groups;
+    while ((int)groups.size() > LEFT) {
+        for (const Copy& copy : groups.front()) {
+            memset(memory + copy.to, 0, copy.width);
+            memcpy(memory + copy.to, (void*)copy.from, copy.bytes);
+        }
+        groups.pop_front();
+    }
+}
+static u32 get(u32 at) { u32 x; memcpy(&x, memory + at, 4); return x; }
+static Two get2(u32 at) { Two x; if (at % 8) abort(); memcpy(&x, memory + at, 8); return x; }
+static Four get4(u32 at) { Four x; if (at % 16) abort(); memcpy(&x, memory + at, 16); return x; }
+static void put(u32 at, u32 x) { memcpy(memory + at, &x, 4); }
+static void put4(u32 at, const Four& y) { if (at % 16) abort(); memcpy(memory + at, &y, 16); }
+static Four read(u64 at) { Four y; if (at % 16) abort(); memcpy(&y, (void*)at, 16); return y; }
+static void write(u64 at, const Four& y) { if (at % 16) abort(); memcpy((void*)at, &y, 16); }
+static u32 bits_of(float x) { u32 y; memcpy(&y, &x, 4); return y; }
+static float number(u32 x) { float y; memcpy(&y, &x, 4); return y; }
+static float times(float x, float y) { volatile float z = x * y; return z; }
+static float plus(float x, float y) { volatile float z = x + y; return z; }
+static float less(float x, float y) { volatile float z = x - y; return z; }
+static float over(float x, float y) { return x / y; }
+static float over_exact(float x, float y) { return x / y; }
+static float root(float x) { return sqrtf(x); }
+static float exponential(float x) { return expf(x); }
+static u32 bytes_of(u32 x, u32 y, u32 which) {
+    u64 both = x | (u64)y << 32;
+    u32 found = 0;
+    for (int i = 0; i < 4; ++i) found |= (u32)(both >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
+    return found;
+}
+#if HALF
+static float widened(u32 x) {
+    u16 bits = x;
+    _Float16 y;
+    memcpy(&y, &bits, 2);
+    return y;
+}
+static u32 rounded_bits(float x) {
+    _Float16 y = x;
+    u16 bits;
+    memcpy(&bits, &y, 2);
+    return bits;
+}
+#else
+static float widened(u32 x) { return number(x << 16); }
+static u32 rounded_bits(float x) {
+    u32 y = bits_of(x);
+    if (x != x) return 0x7fff;
+    return (y + 0x7fff + (y >> 16 & 1)) >> 16;
+}
+#endif
+static u32 pack(float low, float high) { return rounded_bits(low) | rounded_bits(high) << 16; }
+
+// All lanes of a warp give eight numbers, and each then reads what it wants of all.
+template <class F> static void exchange(const u32 (&given)[8], F use) {
+    u32 first = current / 32 * 32;
+    memcpy(lanes[current].given, given, sizeof given);
+    meet(1);
+    use([first](u32 lane, int i) { return lanes[first + lane].given[i]; });
+    meet(1);
+}
+static u32 from_lane(u32 x, u32 lane) {
+    u32 found = 0;
+    exchange({x}, [&](auto of) { found = of(lane % 32, 0); });
+    return found;
+}
+static Four square(u32 at) {
+    Four y;
+    u32 lane = current % 32;
+    if (at % 16) abort();
+    exchange({at}, [&](auto of) {
+        for (u32 i = 0; i < 4; ++i) y.x[i] = get(of(8 * i + lane / 4, 0) + lane % 4 * 4);
+    });
+    return y;
+}
+static void multiply(float (&sum)[4], const Four& a, const Two& b) {
+    exchange({a.x[0], a.x[1], a.x[2], a.x[3], b.x[0], b.x[1]}, [&](auto of) {
+        u32 lane = current % 32;
+        for (u32 i = 0; i < 4; ++i) {
+            u32 row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+            float total = sum[i];
+            for (u32 k = 0; k < 16; ++k) {
+                u32 x = of(row % 8 * 4 + k % 8 / 2, row / 8 + k / 8 * 2), y = of(column * 4 + k % 8 / 2, 4 + k / 8);
+                total += widened(k % 2 ? x >> 16 : x & 0xffff) * widened(k % 2 ? y >> 16 : y & 0xffff);
+            }
+            sum[i] = total;
+        }
+    });
+}
+static void multiply_tf32(float (&sum)[4], const Four& a, const Two& b) {
+    exchange({a.x[0], a.x[1], a.x[2], a.x[3], b.x[0], b.x[1]}, [&](auto of) {
+        u32 lane = current % 32;
+        for (u32 i = 0; i < 4; ++i) {
+            u32 row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+            float total = sum[i];
+            for (u32 k = 0; k < 8; ++k) {
+                u32 x = of(row % 8 * 4 + k % 4, row / 8 + k / 4 * 2), y = of(column * 4 + k % 4, 4 + k / 4);
+                total += number(x & ~0x1fffu) * number(y & ~0x1fffu);
+            }
+            sum[i] = total;
+        }
+    });
+}
