@@ -2,8 +2,9 @@
 
 bits: over cuts, batches and rejected drafts, with the kernels that stream states and walk prompts and without. decode,
 prompts: microseconds beside what bytes or operations take. steps: decoding by one kernel, by one that streams behind
-Triton's, and by Triton's: float64, bits, times. choices, walks: of Triton's and of prompts by tiles, stages, warps and
-registers, with the bits of prompts beside those of blocks. A table comes last. See states.py for --dry.
+Triton's, and by Triton's: bits, times, float64. walked: prompts by CUDA's walk and by Triton's. choices, walks: of
+Triton's by tiles, stages, warps and registers, with the bits of prompts beside those of blocks. A table comes last.
+See states.py for --dry.
 """
 
 from __future__ import annotations
@@ -120,6 +121,23 @@ def step_times(name: str, num_rows: int, computed: int) -> str:
         return states.decode("delta", num_rows, computed)
 
 
+def walk_steps(counts: Sequence[int]) -> str:
+    """Microseconds of prompts by Triton's walk and by CUDA's, and whether results and all that is kept are the same."""
+    from octavo.states import gpu
+
+    before, found, expected = gpu._WALKS_COPIED, [], []
+    for copied in (False, True):
+        gpu._WALKS_COPIED = copied
+        us, parts = states.timed("delta", counts, 0)
+        made = states.made("delta", counts)
+        expected = expected or made
+        found.append(
+            f"{'CUDA' if copied else 'Triton'} {us:.0f}{states.is_same(made, expected)} [{states.shown(parts)}]"
+        )
+    gpu._WALKS_COPIED = before
+    return "us: " + "; ".join(found)
+
+
 # Of the delta rule's prompts: channels and warps of a walk, chunks on their way or used; warps and registers where
 # chunks are made ready. None of it moves a bit.
 WALKS = (
@@ -184,6 +202,10 @@ def main() -> None:
                 states.attempt(f"{name}: {num_rows} rows", step_times, name, num_rows, computed)
         states.attempt("bits over cuts", states.bits, "delta", DTYPE)
         states.attempt("accuracy", states.accuracy, "delta", DTYPE)
+    if "walked" in sys.argv:
+        for counts in prompts:
+            states.attempt(f"walked {len(counts)} x {counts[0]}", walk_steps, counts)
+        states.attempt("bits over cuts", states.bits, "delta", DTYPE)
     if "decode" in sys.argv:
         for num_rows, computed in ((1, 70),) if DRY else ((1, 1056), (64, 1056), (64, 1087), (256, 160)):
             states.attempt(f"decode {num_rows} rows at {computed}", states.decode, "delta", num_rows, computed)

@@ -1,4 +1,7 @@
-"""`delta_step` on a CPU: its text compiled by the system's compiler, with lanes.h in place of a GPU's instructions."""
+"""`delta_step` and `delta_prompts` on a CPU: compiled by the system's compiler, with lanes.h for a GPU's instructions.
+
+Products of float32 take all its bits, as those of Triton's interpreter do.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from pathlib import Path
 
 import torch
 
-from octavo.ops.scan import delta_step
+from octavo.ops.scan import delta_prompts, delta_step
 
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 _RUN = """
 static Told given;
 extern "C" void run(const Told* told, u32 count, u32 threads) {
     given = *told;
-    body = [] { delta_step(given); };
+    body = [] { KERNEL(given); };
     num_blocks = count;
     for (block_id = 0; block_id < count; ++block_id) run_block(threads);
 }
@@ -31,13 +34,15 @@ extern "C" void run(const Told* told, u32 count, u32 threads) {
 
 
 @functools.cache
-def _library(macros: tuple[tuple[str, int | str], ...]) -> ctypes.CDLL:
-    text = Path(__file__).with_name("lanes.h").read_text() + Path(delta_step.__file__).with_suffix(".cu").read_text()
+def _library(kernel: str, macros: tuple[tuple[str, int | str], ...]) -> ctypes.CDLL:
+    folder = Path(delta_step.__file__).parent
+    text = Path(__file__).with_name("lanes.h").read_text() + (folder / f"{kernel}.cu").read_text()
     folder = Path(tempfile.mkdtemp())
     source = folder / f"{hashlib.sha256(repr(macros).encode()).hexdigest()[:16]}.cpp"
     source.write_text(text + _RUN)
     assert COMPILER is not None, "there is a compiler"
-    flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", *(f"-D{name}={value}" for name, value in macros)]
+    flags = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-DTF32=0xffffffffu", f"-DKERNEL={kernel}"]
+    flags += [f"-D{name}={value}" for name, value in macros]
     subprocess.run([COMPILER, *flags, str(source), "-o", str(source.with_suffix(".so"))], check=True)
     library = ctypes.CDLL(str(source.with_suffix(".so")))
     shutil.rmtree(folder)
@@ -45,16 +50,22 @@ def _library(macros: tuple[tuple[str, int | str], ...]) -> ctypes.CDLL:
 
 
 @contextlib.contextmanager
-def emulated(blocks: int) -> Iterator[list[int]]:
-    """Within, `delta_step` serves tensors of a CPU, by so many blocks at most. Lists the tasks of each launch."""
-    launches: list[int] = []
+def emulated(blocks: int) -> Iterator[list[str]]:
+    """Within, both serve tensors of a CPU; `delta_step` by so many blocks at most. Lists launches by name."""
+    launches: list[str] = []
 
     def launch(told: delta_step.Told, own: dict[str, int | str], _: torch.device) -> None:
-        launches.append(told.num_rows * int(own["KEY_HEADS"]))
-        threads = 128 * int(own["PER"]) + 32
-        _library(tuple(own.items())).run(ctypes.byref(told), min(blocks, launches[-1]), threads)
+        launches.append("delta_step")
+        threads, tasks = 128 * int(own["PER"]) + 32, told.num_rows * int(own["KEY_HEADS"])
+        _library("delta_step", tuple(own.items())).run(ctypes.byref(told), min(blocks, tasks), threads)
 
-    with unittest.mock.patch.multiple(
-        delta_step, launch=launch, serves=delta_step.fits, is_loaded=lambda macros, device: True
+    def walk(told: delta_prompts.Told, num_rows: int, own: dict[str, int | str], _: torch.device) -> None:
+        launches.append("delta_prompts")
+        _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), num_rows * int(own["HEADS"]), 256)
+
+    shared = {"serves": delta_step.fits, "is_loaded": lambda macros, device: True}
+    with (
+        unittest.mock.patch.multiple(delta_step, launch=launch, **shared),
+        unittest.mock.patch.multiple(delta_prompts, launch=walk, **shared),
     ):
         yield launches

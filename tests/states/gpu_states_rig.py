@@ -148,8 +148,24 @@ def one_kernel_decodes(heads: tuple[int, int], begins: Sequence[int], steps: int
             rows.padded = 1
             for _ in range(steps):
                 rows.compute(dict.fromkeys(reversed(range(len(begins))), 1))
-        assert len(launches) == (steps if copied else 0)
+        assert launches.count("delta_step") == (steps if copied else 0)
         found.append([*rows.results, *(store.data.float().nan_to_num(0, 0, 0) for store in rows.own.kept_inputs[3:])])
+    for one, other in zip(*found, strict=True):
+        assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max()
+
+
+def one_kernel_walks() -> None:
+    """Prompts of the delta rule, a warp's lanes on a CPU, beside Triton's walk: from a state on, and an open chunk."""
+    case = rig.CASES["delta"](torch.float16, 1, 2, 128, 128)
+    drawn = rig.draw_all(case, (150, 70))
+    found = []
+    for copied in (False, True):
+        with unittest.mock.patch.object(gpu, "_WALKS_COPIED", copied), emulated(3) as launches:
+            rows = rig.Rows(case, GpuStates(), drawn, block_size=64)
+            rows.compute({1: 70, 0: 64})
+            rows.compute({0: 86})
+        assert launches == ["delta_prompts"] * 2 * copied
+        found.append([*rows.results, rows.own.states[0].data.nan_to_num(0, 0, 0).clamp(-99, 99)])
     for one, other in zip(*found, strict=True):
         assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max()
 
@@ -188,5 +204,6 @@ INTERPRETED = (
     | {"a pack": packed_sequences, "mamba2 walks": walked, "delta streams": streamed}
     | {"mamba2 decodes several heads": several_heads_decode, "mamba2 convolves": convolution_in_mamba2}
     | {f"{heads[1]} heads in one kernel": lambda own=(heads, *rest): one_kernel_decodes(*own) for heads, *rest in _ONE}
+    | ({"a walk in CUDA": one_kernel_walks} if COMPILER else {})
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}
 )

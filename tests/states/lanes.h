@@ -129,6 +129,7 @@ static Four get4(u32 at) { Four x; if (at % 16) abort(); memcpy(&x, memory + at,
 static void put(u32 at, u32 x) { memcpy(memory + at, &x, 4); }
 static void put4(u32 at, const Four& y) { if (at % 16) abort(); memcpy(memory + at, &y, 16); }
 static Four read(u64 at) { Four y; if (at % 16) abort(); memcpy(&y, (void*)at, 16); return y; }
+static void write2(u64 at, const Two& y) { if (at % 8) abort(); memcpy((void*)at, &y, 8); }
 static void write(u64 at, const Four& y) { if (at % 16) abort(); memcpy((void*)at, &y, 16); }
 static u32 bits_of(float x) { u32 y; memcpy(&y, &x, 4); return y; }
 static float number(u32 x) { float y; memcpy(&y, &x, 4); return y; }
@@ -168,6 +169,9 @@ static u32 rounded_bits(float x) {
 #endif
 static u32 pack(float low, float high) { return rounded_bits(low) | rounded_bits(high) << 16; }
 
+#ifndef TF32
+#define TF32 0xffffe000u  // bits that the matrix unit takes of a float32
+#endif
 // All lanes of a warp give eight numbers, and each then reads what it wants of all.
 template <class F> static void exchange(const u32 (&given)[8], F use) {
     u32 first = current / 32 * 32;
@@ -190,6 +194,32 @@ static Four square(u32 at) {
     });
     return y;
 }
+static Four square_turned(u32 at) {
+    Four y;
+    u32 lane = current % 32;
+    if (at % 16) abort();
+    exchange({at}, [&](auto of) {
+        for (u32 i = 0; i < 4; ++i) {
+            u16 pair[2];
+            for (u32 k = 0; k < 2; ++k) memcpy(&pair[k], memory + of(8 * i + lane % 4 * 2 + k, 0) + lane / 4 * 2, 2);
+            y.x[i] = pair[0] | (u32)pair[1] << 16;
+        }
+    });
+    return y;
+}
+static u32 transposed(u32 x) {
+    u32 y = 0;
+    exchange({x}, [&](auto of) {
+        u32 lane = current % 32;
+        for (u32 k = 0; k < 2; ++k) {
+            u32 word = of((lane % 4 * 2 + k) * 4 + lane / 8, 0);
+            y |= (lane / 4 % 2 ? word >> 16 : word & 0xffff) << 16 * k;
+        }
+    });
+    return y;
+}
+static int min(int x, int y) { return x < y ? x : y; }
+static int max(int x, int y) { return x > y ? x : y; }
 static void multiply(float (&sum)[4], const Four& a, const Two& b) {
     exchange({a.x[0], a.x[1], a.x[2], a.x[3], b.x[0], b.x[1]}, [&](auto of) {
         u32 lane = current % 32;
@@ -212,7 +242,7 @@ static void multiply_tf32(float (&sum)[4], const Four& a, const Two& b) {
             float total = sum[i];
             for (u32 k = 0; k < 8; ++k) {
                 u32 x = of(row % 8 * 4 + k % 4, row / 8 + k / 4 * 2), y = of(column * 4 + k % 4, 4 + k / 4);
-                total += number(x & ~0x1fffu) * number(y & ~0x1fffu);
+                total += number(x & TF32) * number(y & TF32);
             }
             sum[i] = total;
         }

@@ -23,7 +23,7 @@ import gpu_states_rig  # noqa: E402
 import state_rig as rig  # noqa: E402
 from interpreted import run_rig  # noqa: E402
 from octavo.ops.compile import nvrtc  # noqa: E402
-from octavo.ops.scan import delta_step, mamba2_decode_gpu  # noqa: E402
+from octavo.ops.scan import delta_prompts, delta_step, mamba2_decode_gpu  # noqa: E402
 from octavo.states import gpu  # noqa: E402
 from octavo.states.gpu import GpuStates  # noqa: E402
 from sass import unwritten_reads  # noqa: E402
@@ -78,6 +78,19 @@ def test_one_kernel_decodes_the_delta_rule_without_spilling(heads: int, tmp_path
     blocks, warps = int(macros["RESIDENT"]), 4 * heads + 1
     assert -(-blocks * warps // 4) * 32 * int(found[1]) <= 65536 // 4  # of a quarter of a processor
     assert blocks * (delta_step.shared_bytes(macros) + 1024) <= SHARED_BYTES + 1024
+
+
+def test_a_walk_of_the_delta_rule_spills_no_register(tmp_path: Path) -> None:
+    """In CUDA C++."""
+    try:
+        nvrtc._library()
+    except nvrtc.CompileError:
+        pytest.skip("needs NVRTC")
+    macros = delta_prompts.macros((32, 16), 64, [(663552, 331776, 16384, 32, 32, 128, 2, 1)] * 6, torch.bfloat16)
+    code, told = nvrtc.compile_told(delta_step.source("delta_prompts"), macros, "sm_90a", "--ptxas-options=-v")
+    assert "0 bytes spill stores" in told, told
+    assert unwritten_reads(code, tmp_path) == []
+    assert delta_prompts.SHARED <= SHARED_BYTES
 
 
 def test_many_states_of_float32_fit_shared_memory_where_rows_decode(monkeypatch: pytest.MonkeyPatch) -> None:

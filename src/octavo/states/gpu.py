@@ -19,6 +19,7 @@ from octavo.ops.scan import (
     DeltaOperands,
     Mamba1Operands,
     Mamba2Operands,
+    delta_prompts,
     delta_step,
     delta_stream,
 )
@@ -73,6 +74,7 @@ _BLOCK_WARPS, _CHUNK_WARPS, _CHUNK_REGISTERS = 2, 8, 128
 _STREAMED = (torch.bfloat16, torch.float16)
 _STREAM_TILES, _STREAM_PROGRAMS, _STREAM_STAGES, _STREAM_REGISTERS = 4, 512, 2, 168
 _READY_WARPS, _READY_REGISTERS = 2, 200
+_WALKS_COPIED = True  # whether `delta_prompts` walks prompts, where it serves
 _COPIED = 2  # 1: states come by `delta_stream`, 2: all by `delta_step`, where they serve
 _DELTA_REGISTERS: int | None = 128  # of a thread: four programs of 16-bit types a processor, 32 kB of states each
 _DELTA_FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM")
@@ -150,7 +152,9 @@ class GpuStates:
         made = self._blocks(own, told, rule, query, key, total, rate, walks)
         forms = dict(zip(_DELTA_FORMS, told.forms, strict=True))
         kind = _kind_of(step.max_query_len)
-        if walks:  # rows that begin at a border
+        if walks and _WALKS_COPIED and self._walk_delta(own, told, rule, (query, key, qkv, total, rate, *made), out):
+            pass
+        elif walks:  # rows that begin at a border
             state, key_kept, value_kept, update, _, _ = told.kept
             named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM")}
             wide, warps = _delta_tile(values, _WALKING)
@@ -170,6 +174,26 @@ class GpuStates:
         if step.max_query_len == 1:
             self._advance_delta(own, told, rule, qkv)
         return out
+
+    def _walk_delta(
+        self, own: LayerStates, told: _Told, rule: DeltaOperands, made: tuple[Tensor, ...], out: Tensor
+    ) -> bool:
+        """What `delta_walk` does, where `delta_prompts` serves."""
+        step, kept, qkv = own.inputs, told.kept[:4], made[2]
+        heads, sizes = (rule.num_heads, rule.num_key_heads), (rule.key_size, rule.value_size)
+        if not delta_prompts.serves(heads, sizes, own.chunk, qkv, kept):
+            return False
+        macros = delta_prompts.macros(heads, own.block_size, told.forms, qkv.dtype)
+        if not delta_prompts.is_loaded(macros, qkv.device):
+            return False
+        state_table, state_columns, input_table, input_columns = told.tables
+        query, key, _, *others = made
+        given = query, key, qkv[:, 2 * rule.num_key_heads * rule.key_size :], *others, out
+        places = *given, step.rows, step.query_start, step.seq_lens, state_table, input_table, *kept
+        numbers = qkv.stride(0), state_columns, input_columns, *told.firsts
+        to_tell = delta_prompts.Told(*(each.data_ptr() for each in places), *numbers)
+        delta_prompts.launch(to_tell, len(step.rows), macros, qkv.device)
+        return True
 
     def _decode_delta(
         self, own: LayerStates, told: _Told, rule: DeltaOperands, qkv: Tensor, a: Tensor, b: Tensor

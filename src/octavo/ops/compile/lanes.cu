@@ -62,6 +62,9 @@ __device__ inline Four read(u64 at) {
                  : "=r"(y.x[0]), "=r"(y.x[1]), "=r"(y.x[2]), "=r"(y.x[3]) : "l"(at) : "memory");
     return y;
 }
+__device__ inline void write2(u64 at, const Two& y) {
+    asm volatile("st.global.v2.b32 [%0], {%1, %2};" :: "l"(at), "r"(y.x[0]), "r"(y.x[1]) : "memory");
+}
 __device__ inline void write(u64 at, const Four& y) {
     asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
                  :: "l"(at), "r"(y.x[0]), "r"(y.x[1]), "r"(y.x[2]), "r"(y.x[3]) : "memory");
@@ -71,6 +74,19 @@ __device__ inline Four square(u32 at) {
     Four y;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(y.x[0]), "=r"(y.x[1]), "=r"(y.x[2]), "=r"(y.x[3]) : "r"(at) : "memory");
+    return y;
+}
+// The same of the matrix transposed: each of its four squares is, in place.
+__device__ inline Four square_turned(u32 at) {
+    Four y;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(y.x[0]), "=r"(y.x[1]), "=r"(y.x[2]), "=r"(y.x[3]) : "r"(at) : "memory");
+    return y;
+}
+// 8 x 8 of 16-bit numbers, two a lane, transposed.
+__device__ inline u32 transposed(u32 x) {
+    u32 y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
     return y;
 }
 #if HALF

@@ -29,7 +29,7 @@ _MOST_HEADS = 4  # of one key
 DEPTH = 4  # steps of a warp's ring
 RESIDENT = {1: 3, 2: 2, 3: 1, 4: 1}  # blocks of a processor, by the heads of a key
 _TYPES = (torch.bfloat16, torch.float16)
-_functions: dict[tuple[int | None, tuple[tuple[str, int | str], ...]], int | None] = {}  # None: not to be had
+_functions: dict[tuple[str, int | None, tuple[tuple[str, int | str], ...]], int | None] = {}  # None: not to be had
 
 
 class Told(ctypes.Structure):
@@ -82,9 +82,9 @@ def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype
 
 
 @functools.cache
-def source() -> str:
-    """The kernel's."""
-    texts = Path(compile.__file__).with_name("lanes.cu"), Path(__file__).with_suffix(".cu")
+def source(name: str = "delta_step") -> str:
+    """A kernel's of this folder."""
+    texts = Path(compile.__file__).with_name("lanes.cu"), Path(__file__).with_name(f"{name}.cu")
     return "".join(text.read_text(encoding="utf-8") for text in texts)
 
 
@@ -97,31 +97,47 @@ def shared_bytes(own: dict[str, int | str]) -> int:
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
     """Whether the kernel is there. Loads it unless a graph is captured; tells once why it cannot be had."""
-    name = device.index, tuple(own.items())
+    return is_found("delta_step", shared_bytes(own), own, device)
+
+
+def is_found(kernel: str, shared: int, own: dict[str, int | str], device: torch.device) -> bool:
+    """The same of a kernel of this folder, whose blocks take so many bytes of shared memory."""
+    name = kernel, device.index, tuple(own.items())
     if name not in _functions:
         if (made := side_by_side.current()) is not None:
-            made.compile("delta_step", name[1], functools.partial(nvrtc.machine_code, source(), own, "sm_90a"))
+            made.compile(kernel, name[2], functools.partial(nvrtc.machine_code, source(kernel), own, "sm_90a"))
             return True
         if torch.cuda.is_current_stream_capturing():
             return False
         try:
-            code = nvrtc.machine_code(source(), own, "sm_90a")
-            _functions[name] = driver.load(code, "delta_step", shared_bytes(own))
+            _functions[name] = driver.load(nvrtc.machine_code(source(kernel), own, "sm_90a"), kernel, shared)
         except (OSError, driver.DriverError, nvrtc.CompileError) as error:
-            _LOG.warning("the gated delta rule decodes by other kernels, which may be slower: %s", error)
+            _LOG.warning("the gated delta rule runs on other kernels, which may be slower: %s", error)
             _functions[name] = None
     return _functions[name] is not None
 
 
 def launch(told: Told, own: dict[str, int | str], device: torch.device) -> None:
     """Run it; it may begin before the kernel ahead has ended. Ask `is_loaded` first."""
-    function = _functions.get((device.index, tuple(own.items())))
-    if function is None:  # a pass that compiles
-        return
     blocks = min(told.num_rows * int(own["KEY_HEADS"]), int(own["RESIDENT"]) * _processors(device))
-    params = (ctypes.c_void_p * 1)(ctypes.addressof(told))
-    stream = triton.runtime.driver.active.get_current_stream(device.index)
-    driver.launch_chained(function, blocks, 1, 128 * int(own["PER"]) + 32, shared_bytes(own), stream, params)
+    run("delta_step", told, blocks, 128 * int(own["PER"]) + 32, shared_bytes(own), own, device)
+
+
+def run(
+    kernel: str,
+    told: ctypes.Structure,
+    blocks: int,
+    threads: int,
+    shared: int,
+    own: dict[str, int | str],
+    device: torch.device,
+) -> None:
+    """Launch a kernel that `is_found`, or nothing in a pass that compiles."""
+    function = _functions.get((kernel, device.index, tuple(own.items())))
+    if function is not None:
+        params = (ctypes.c_void_p * 1)(ctypes.addressof(told))
+        stream = triton.runtime.driver.active.get_current_stream(device.index)
+        driver.launch_chained(function, blocks, 1, threads, shared, stream, params)
 
 
 @functools.cache
