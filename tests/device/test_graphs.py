@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import threading
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from octavo.device.graphs import ANY_LENGTH, EAGER, GraphKey, GraphPool, decode_
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import HostQueue
 from octavo.layers.decoder import num_unlike
+from octavo.ops import captures
 from octavo.plan import NewRow, StepLimits, StepPlan
 from octavo.request.sampling_params import SamplingParams
 
@@ -235,7 +237,8 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
         "Stream": object,
         "stream": lambda stream: contextlib.nullcontext(),
         "graph_pool_handle": lambda: (0, 1),
-        "synchronize": lambda: None,
+        "synchronize": lambda device=None: None,
+        "current_device": lambda: 0,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr("octavo.device.graphs._alias", lambda output: output)
@@ -292,6 +295,50 @@ def test_a_graph_without_memory_is_done_without(no_device: None, caplog: pytest.
     for _ in range(2):
         assert not pool.has(pool.dispatch(step), fail) or pool.dispatch(step).num_rows == 20
     assert pool.has(pool.dispatch(step), fail), "the largest was captured by the start"
+
+
+def test_a_capture_that_broke_leaves_the_pool_to_the_next_one(no_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does beside which somebody waits for the device: CUDA ends it, and torch goes on recording memory."""
+    pool, ended, breaks = GraphPool(decode_keys(20)), [], [True]
+    pool.capture_first(lambda key: torch.zeros(1), lambda key: None, lambda key: None)
+
+    def end(graph: Graph) -> None:
+        if breaks:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(Graph, "capture_end", end)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *own: ended.append(own), raising=False)
+    step = work([1] * 5, is_decode=True)
+    assert not pool.has(pool.dispatch(step), lambda key: torch.zeros(1))
+    assert ended == [(0, (0, 1))]
+    breaks.clear()
+    assert pool.has(pool.dispatch(step), lambda key: torch.zeros(1)) and len(ended) == 1
+
+
+def test_who_waits_for_the_device_waits_for_a_capture(no_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of NCCL's that meets its peer, say, on a thread of its own."""
+    order, begins = [], threading.Event()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: order.append("waited"))
+
+    def wait() -> None:
+        begins.set()
+        captures.wait_for_device()
+
+    waits = threading.Thread(target=wait)
+
+    def issue(key: GraphKey) -> torch.Tensor:
+        waits.start()
+        assert begins.wait(60)
+        waits.join(0.05)  # it would be over by now
+        order.append("captured")
+        return torch.zeros(1)
+
+    pool = GraphPool(decode_keys(20))
+    pool.capture_first(lambda key: torch.zeros(1), lambda key: None, lambda key: None)
+    order.clear()
+    assert pool.has(pool.dispatch(work([1] * 5, is_decode=True)), issue)
+    waits.join()
+    assert order == ["captured", "waited"]
 
 
 def test_every_backend_has_a_say_in_what_is_captured() -> None:

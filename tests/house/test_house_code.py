@@ -126,6 +126,13 @@ def test_what_makes_code_of_data_is_seen(line: str, found: bool) -> None:
     assert any(_unpickles(own, node) for node in ast.walk(ast.parse(line))) is found
 
 
+def test_waits_for_a_whole_device_stand_in_one_place() -> None:
+    """Where they take turns with captures, which they would break."""
+    places = [path for path in SRC.rglob("*.py") if "cuda.synchronize(" in path.read_text()]
+    own = [path.relative_to(SRC).as_posix() for path in places if path.relative_to(SRC).parts[1] != "bench"]
+    assert own == ["octavo/ops/captures.py"]
+
+
 def test_no_banned_words() -> None:
     texts = {_relative(path): path.read_text(encoding="utf-8") for path in SHIPPED}
     assert not [(name, word) for name, text in texts.items() for word in BANNED_TEXTS if word in text]

@@ -95,14 +95,15 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "rl.current_weights": ({"rl.session", "rl.plan", "checkpoint", "layers"}, {"torch"}),
     "rl.in_place": ({"rl.session", "rl.plan"}, {"torch"}),
     "rl.receiver": (
-        {"words", "models", "rl.session", "rl.plan", "rl.in_place", "rl.transport"} | {"rl.current_weights"},
+        {"words", "models", "rl.session", "rl.plan", "rl.in_place", "rl.transport"}
+        | {"rl.current_weights", "ops.captures"},
         {"torch"},
     ),
     # a worker's end of a transport; files are read as the loader reads them
     # a trainer's end: the same rules, buffers and groups, and no engine; copies that no other thread is waited for in
     # it writes the files that the other end reads
     "rl.sender": ({"rl.session", "rl.plan", "rl.transport", "ops.copying"}, {"torch", "safetensors"}),
-    "rl.transport": ({"rl.session", "rl.plan", "checkpoint"}, {"torch"}),
+    "rl.transport": ({"rl.session", "rl.plan", "checkpoint", "ops.captures"}, {"torch"}),
     "worker.executor": ({"words"}, {"msgspec"}),  # all that an engine's loop knows of workers, and without torch
     "worker.facts": ({"words", "cache"}, set()),
     "worker": (

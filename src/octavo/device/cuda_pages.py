@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from octavo.ops import captures
 from octavo.ops.compile.driver import DriverError, call
 
 _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 3  # the driver's words
@@ -120,7 +121,7 @@ class CudaPages:
 
     def settle(self) -> None:
         """See Pages."""
-        torch.cuda.synchronize(self._device)
+        captures.wait_for_device(self._device)
 
     def may_settle(self) -> bool:
         """See Pages: a graph's capture breaks where anybody waits for the device."""

@@ -11,6 +11,7 @@ which graphs there are.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import logging
 import operator
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from octavo.device.batch import StepShape
+from octavo.ops import captures
 
 _LOG = logging.getLogger(__name__)
 # 4,608: half of a step of 8,192 tokens, beside 512 rows that decode, as `LLM.generate` starts a batch
@@ -142,7 +144,7 @@ class GraphPool:
         does, ahead of every later one.
         """
         self._pool, self._stream, self._load = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), load
-        torch.cuda.synchronize()
+        captures.wait_for_device()
         with torch.cuda.stream(self._stream):
             for key in self.first_keys():
                 rehearse(key)  # compiles and loads what the graph launches, and finds memory
@@ -152,7 +154,7 @@ class GraphPool:
                     self._verify.clear()
             for key in self.missing_keys():
                 reserve(key)
-        torch.cuda.synchronize()
+        captures.wait_for_device()
 
     def first_keys(self) -> list[GraphKey]:
         """Of the keys of each kind and length the largest, then the smallest."""
@@ -191,13 +193,23 @@ class GraphPool:
 
     def _capture(self, key: GraphKey, issue: Issue) -> None:
         graph = torch.cuda.CUDAGraph()
-        # relaxed: launches of a size that no rehearsal had may load kernels
-        graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
-        try:
-            output = issue(key)
-        finally:
-            graph.capture_end()
+        with captures.capturing():
+            # relaxed: launches of a size that no rehearsal had may load kernels
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            try:
+                output = issue(key)
+            finally:
+                self._end(graph)
         self._graphs[key] = graph, _alias(output)
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Of a capture. One that broke leaves the pool as it found it, for the next ones."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            raise
 
     def dispatch(self, work: StepShape, *, needs_logits: bool = True) -> GraphKey:
         """The smallest graph that holds a step, or EAGER. needs_logits: not all rows of the decode step only draw."""

@@ -16,6 +16,7 @@ import torch
 
 from octavo.config.engine_config import Resolved
 from octavo.models.base import Model
+from octavo.ops import captures
 from octavo.rl.current_weights import CurrentWeights
 from octavo.rl.in_place import InPlace
 from octavo.rl.plan import Incoming, Staged, WeightPlan
@@ -210,7 +211,7 @@ class WeightReceiver:
 
     def _wait_for_device(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+            captures.wait_for_device(self._device)
 
     @property
     def _group_backend(self) -> str:

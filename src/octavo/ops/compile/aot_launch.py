@@ -22,6 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
+from octavo.ops import captures
 from octavo.ops.compile import disk_cache, driver
 
 _LOG = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ def _look(inputs: list[Tensor], call: Callable[[list[Tensor]], Sequence[Tensor]]
         raise NotCacheable("two of its inputs lie at one address")
     graph, stream = torch.cuda.CUDAGraph(keep_graph=True), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream), _watched() as calls:
+    with captures.capturing(), torch.cuda.stream(stream), _watched() as calls:
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             results = list(call(inputs))

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from octavo.ops import captures
+
 _REPEATS = 5
 
 
@@ -32,6 +34,6 @@ def _seconds(call: Callable[[], object]) -> float:
         for _ in range(_REPEATS):
             call()
         end.record()
-        torch.cuda.synchronize()
+        captures.wait_for_device()
         times.append(begin.elapsed_time(end) / 1e3 / _REPEATS)
     return statistics.median(times)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from octavo.ops import captures
 from octavo.rl.plan import Incoming
 from octavo.rl.session import WeightTransferError, WeightUpdateError
 from octavo.rl.transport import Alone, Put, Read, field, split, told
@@ -72,7 +73,7 @@ class IpcTransport(Alone):
         buffer = self._opened(handle)[:wanted]
         for each, tensor in split(buffer, incoming):
             put(each, tensor)
-        torch.cuda.synchronize(self._index)
+        captures.wait_for_device(self._index)
         del buffer
         return incoming
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from octavo.ops import captures
 from octavo.rl.session import WeightUpdateError
 from octavo.rl.transport.group import GroupTransport
 
@@ -42,7 +43,7 @@ def _meet(group: Any, device: int, timeout: datetime.timedelta) -> None:
         try:
             torch.cuda.set_device(device)
             group.broadcast([torch.zeros(1, device="cuda")], distributed.BroadcastOptions()).wait(timeout)
-            torch.cuda.synchronize()
+            captures.wait_for_device()
         except BaseException as error:
             errors.append(error)
 
