@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from typing import Any
 
 
 def has_driver() -> bool:
     """Whether there may be a GPU of CUDA's."""
     return _library("libcuda.so.1") is not None
+
+
+def has_device_file() -> bool:
+    """The same by the system's files. The driver itself may be asked by one thread at a time, and one opens it."""
+    return any(map(os.path.exists, ("/dev/nvidiactl", "/dev/dxg")))
 
 
 def open_driver() -> None:

@@ -17,7 +17,7 @@ from octavo.config.engine_config import EngineConfig
 from octavo.observe import Phases
 from octavo.speculate import NO_SPECULATOR, Speculator
 from octavo.startup import gc_control
-from octavo.startup.cuda_init import has_driver, open_counter, open_driver
+from octavo.startup.cuda_init import has_device_file, open_counter, open_driver
 from octavo.startup.fresh_pages import FRESH_PAGES, bytes_of_weights
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def start(config: EngineConfig, phases: Phases, *, text: bool = True, speculator
     if config.device != "cpu" and not _has_opened():
         for opens in (open_driver, open_counter):
             threading.Thread(target=opens, name=f"octavo-{opens.__name__}", daemon=True).start()
-    if (config.device == "cpu" or not has_driver()) and config.load_format != "dummy":
+    if config.load_format != "dummy" and (config.device == "cpu" or not has_device_file()):
         FRESH_PAGES.begin(bytes_of_weights(Path(config.model), config.quantization))  # of a model that is a folder
     with FRESH_PAGES, gc_control.relaxed(), _short_turns():
         with phases("import torch and the engine"), gc_control.loading():
