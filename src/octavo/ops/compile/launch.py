@@ -55,6 +55,24 @@ def end_before(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def ready_before(x, PDL: tl.constexpr):
+    """Finite float32 numbers as they are, computed where this stands: the assembler else does so behind a wait below.
+
+    It may not move what could trap.
+    """
+    if PDL:
+        x = tl.inline_asm_elementwise(
+            "{ .reg .pred over; setp.eq.f32 over, $1, 0f7F800000; @over trap; mov.b32 $0, $1; }",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=False,
+            pack=1,
+        )
+    return x
+
+
 def chained(device: torch.device) -> dict[str, Any]:
     """Options for the launch of a kernel that takes `PDL` and calls `begin_after`."""
     return {"PDL": True, "launch_pdl": True} if _has_pdl(device) else {"PDL": False}

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.compile.launch import begin_after, chained, end_before, launched, wait_before
+from octavo.ops.compile.launch import begin_after, chained, end_before, launched, ready_before, wait_before
 from octavo.ops.compile.row_sum import padded_length, row_sums
 from octavo.ops.sampling.noise import gumbel, gumbel_bound, natural_log, stream_key, uniform_words
 from octavo.ops.sampling.topk_topp_small import likeliest
@@ -175,6 +175,7 @@ def _draw_ready(
     inverse = tl.where(greedy, 1.0, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)))
     at = split * TILE + tl.arange(0, TILE)
     noise = gumbel(uniform_words(low, high, at.to(tl.uint32))) * tl.where(greedy, 0.0, 1.0)
+    noise = ready_before(noise, PDL)
     logits += line * logits_row
     wait_before(PDL)
     x = tl.load(logits + at, mask=at < vocab_size, other=float("-inf"))
