@@ -62,9 +62,13 @@ def test_nothing_is_launched_between_a_draw_and_the_pass_that_begins_at_it(
     monkeypatch.setattr(head, "forward_context", lambda context: contextlib.nullcontext())
     speculator, own = HeadSpeculator(SpeculativeConfig(method="eagle3", num_speculative_tokens=4)), Recorder()
     batches = SimpleNamespace(
-        last_accepted=own.last_accepted, tokens_behind=own.tokens_behind, store=lambda step: None, again=own.again,
-        last=own.last, behind=own.behind,
-    )  # fmt: skip
+        last_accepted=own.last_accepted,
+        tokens_behind=own.tokens_behind,
+        store=lambda step: None,
+        again=own.again,
+        last=own.last,
+        behind=own.behind,
+    )
     for name, value in (("_drafters", [own] * num_modules), ("_batches", batches), ("_sampler", own)):
         setattr(speculator, name, value)
     monkeypatch.setattr(speculator, "_own", lambda context, number: context)

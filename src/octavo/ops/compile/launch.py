@@ -4,9 +4,9 @@ Owns a launch's options and the calls that a kernel makes. A kernel with `PDL` c
 later `end_before`, before it reads what another kernel wrote and before it writes anything; one program at least does
 so on every path, for the kernel after it relies on that. What it reads before are constants: weights, and, behind a
 kernel that calls `begin_whole`, what was written ahead of that one. A forward pass begins with such a kernel,
-`octavo.ops.embedding.gpu`'s, or stands behind one, a drafter's draw: in its layers the step's lengths, tables, slots
-and positions are constants, and so is what the cache holds of earlier steps and passes; a division for the last layer
-is one behind torch's gathers, which begin whole.
+`octavo.ops.embedding.gpu`'s, or stands behind one, a drafter's draw, with nothing launched between: in its layers the
+step's lengths, tables, slots and positions are constants, and so is what the cache holds of earlier steps and passes; a
+division for the last layer is one behind torch's gathers, which begin whole.
 Invariants: how a kernel is launched moves no bit; it is the machine code that Triton would choose. A kernel's first
 launch waits until `octavo.ops.compile.fingerprint` has named Triton, or names it itself.
 """

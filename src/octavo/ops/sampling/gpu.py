@@ -62,9 +62,19 @@ def _larger_or_nan(left, right):
 
 @triton.jit
 def _settle(
-    line, split, splits, best, code, values, codes, arrived, tokens, failed, MAX_SPLITS: tl.constexpr,
+    line,
+    split,
+    splits,
+    best,
+    code,
+    values,
+    codes,
+    arrived,
+    tokens,
+    failed,
+    MAX_SPLITS: tl.constexpr,
     NAN_BIT: tl.constexpr,
-):  # fmt: skip
+):
     """What a program has found of a line; the last of them takes the best."""
     part = (line * splits).to(tl.int32) + split
     tl.store(values + part, best)
