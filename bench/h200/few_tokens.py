@@ -5,8 +5,9 @@
 Layers with weights of their own follow each other in one CUDA graph: the norm and the products, the rotation, the store
 and attention. First bits: every token of steps of several, result and cache, against the same tokens one by one. Then
 microseconds a layer, least of 40, beside what the engine ran before: verification by tiles of a KV head's all, few rows
-by long weights in one kernel with the norm, a head of few rows by plain tiles. --apart: more numbers of tokens, with
-each fusion left out. Last what each kernel takes, by the profiler, from the end of what began before it.
+by long weights in one kernel with the norm, a head of few rows by plain tiles; a head and a draw, whose noise was made
+when the logits were there. --apart: more numbers of tokens, with each fusion left out. Between them what each kernel
+takes, by the profiler, from the end of what began before it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from octavo.ops.gemm import LinearWeight, cluster_gemm, held_gemm, pack_linear, 
 from octavo.ops.gemm.fused import normed_logits
 from octavo.ops.rope import Rotation, rope_table
 from octavo.ops.rope import gpu as rope
+from octavo.ops.sampling import gpu as sampling
 
 SHAPES = {"0.6b": (1024, 3072, Heads(16, 8, 128), 28), "8b": (4096, 12288, Heads(32, 8, 128), 8)}
 BF16, CUDA, BLOCK = torch.bfloat16, torch.device("cuda"), 64
@@ -311,6 +313,33 @@ def _time_head(hidden: int) -> None:
         print(f"    {rows:2d} rows  {times[0]:8.2f}  {times[1]:8.2f}  {'same' if same else 'DIFFER'}", flush=True)
 
 
+def _time_draw(hidden: int, rows: int = 5) -> None:
+    """A norm, that head and a draw, with noise that is there before the logits and with noise made of them."""
+    weights = [pack_linear(torch.randn(151936, hidden, dtype=BF16, device=CUDA) * hidden**-0.5) for _ in range(2)]
+    norm, table = torch.rand(hidden, device=CUDA) + 0.5, torch.randn(8, hidden, device=CUDA).to(BF16)
+    ids = torch.arange(rows, device=CUDA)
+    tables = torch.linspace(0, 1, rows, device=CUDA), ids * 7919, ids + 300
+
+    def run(ready: bool) -> Tensor:
+        x, drawn = embedding.gather_rows(ids, table, BF16, 1.0), []
+        for weight in weights:
+            logits = normed_logits(x, norm, 1e-6, weight)
+            drawn.append(sampling.draw(logits, ids, *tables, ahead=1, ready=ready)[0])
+        return torch.stack(drawn)
+
+    times, tokens = [], []
+    for ready in (True, False):
+        run(ready)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = run(ready)
+        times.append(_least(graph) / len(weights))
+        tokens.append(result.clone())
+    verdict = "same" if torch.equal(*tokens) else "DIFFER"
+    print(f"    {rows:2d} rows drawn {times[0]:7.2f}  {times[1]:8.2f}  {verdict}", flush=True)
+
+
 def _try(part: Callable[..., None], *args: Any) -> None:
     """A part that fails leaves the others to run."""
     try:
@@ -350,6 +379,7 @@ def main() -> None:
             _try(_profile, layers, heads, args.length, queries, *names)
         del layers
         _try(_time_head, hidden)
+        _try(_time_draw, hidden)
         print(f"  {time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One H200, about 120 s where kernels are compiled already, 560 s at most (PARTS="tests", "bits" or "bench" runs a part): tests/gpu of speculation; the axis speculation on 0.6b; one row
+# One H200, about 120 s where kernels are compiled already, 560 s at most (PARTS="tests", "bits" or "bench" runs a part; "cases" the kernels of drafts against their references, some 40 s): tests/gpu of speculation; the axis speculation on 0.6b; one row
 # with an oracle of p = 0.8 and k = 4 beside plain on 0.6b and 8b, bare and with an EAGLE-3-shaped drafter of random weights run for its
 # cost; 64 rows of 8b; n-grams. PARTS="row" is the four of one row alone (some 60 s), "row profile" with their kernels. Every comparison
 # fails if a token differs. Table last. Run in the repository root.
@@ -30,6 +30,10 @@ case "$PARTS" in *bench*)
   one 8b_rows64 8b decode64 --oracle 0.8
   one 0.6b_ngram 0.6b quotes --drafts '{"method": "ngram"}'
 esac
+case "$PARTS" in *cases*)
+  timeout 110 $PY tests/gpu/kernel_cases.py "rows that verify" "rotation and attention" "decode attention" inputs draw drafts \
+    "a drafter's entries" "few rows of a head" > "$OUT/spec_cases.txt" 2>&1 || echo "FAILED" >> "$OUT/spec_cases.txt"
+esac
 case "$PARTS" in *bits*)
   timeout 60 $PY -m octavo bench reproducibility --shape 0.6b --tokens 4000 --axis speculation > "$OUT/spec_bits.txt" 2>&1
 esac
@@ -39,6 +43,7 @@ esac
 case "$PARTS" in *profile*)
   for name in 0.6b 8b 0.6b_eagle3; do echo "== $name"; grep -A18 '^kernels with drafts' "$OUT/spec_$name.txt" 2>/dev/null | cut -c1-110; done
 esac
+case "$PARTS" in *cases*) echo "== cases"; tail -8 "$OUT/spec_cases.txt" 2>&1 | cut -c1-220;; esac
 case "$PARTS" in *tests*) echo "== tests"; tail -6 "$OUT/spec_tests.txt" 2>&1 | cut -c1-220;; esac
 case "$PARTS" in *bits*) echo "== bits"; grep -v '^{' "$OUT/spec_bits.txt" 2>&1 | tail -3 | cut -c1-220;; esac
 for name in 0.6b 8b 0.6b_eagle3 8b_eagle3 8b_rows64 0.6b_ngram; do

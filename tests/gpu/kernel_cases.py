@@ -314,7 +314,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         ("gemm.gemv._streamed",),
     ),
     "few rows of a head": (_few_rows_of_a_head, ("gemm.streamed_gemm._streamed_rows",)),
-    "draw": (functools.partial(gpu_rig.check_draw, "cuda", 4099), ("sampling.gpu._draw",)),
+    "draw": (functools.partial(gpu_rig.check_draw, "cuda", 4099), ("sampling.gpu._draw", "sampling.gpu._draw_ready")),
     "logprobs": (
         functools.partial(gpu_rig.check_logprobs, "cuda", 4201),
         (

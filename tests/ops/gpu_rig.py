@@ -209,6 +209,11 @@ class Logits:
         self.min_p = torch.rand(rows, generator=generator) * 0.3
 
 
+def _few(values: Tensor, order: Tensor, *tables: Tensor) -> list[tuple[Tensor, ...]]:
+    """Logits, rows and positions by a few lines."""
+    return [*zip(values.split(5), order.split(5), tables[-1].split(5), strict=True)]
+
+
 def check_draw(device: str, vocab_size: int) -> None:
     case = Logits(vocab_size)
     case.values[9, vocab_size // 2] = case.values[10, -1] = float("nan")
@@ -218,6 +223,9 @@ def check_draw(device: str, vocab_size: int) -> None:
     expected, expected_failed = sample.draw(case.values, order, case.temperatures, case.seeds, case.positions)
     assert torch.equal(tokens.cpu(), expected)
     assert torch.equal(failed.cpu(), expected_failed)
+    few = [gpu_sample.draw(values, at, *arguments[2:4], places, ready=True) for values, at, places in _few(*arguments)]
+    assert torch.equal(torch.cat([one for one, _ in few]).cpu(), expected), "other tokens where noise is ready"
+    assert torch.equal(torch.cat([one for _, one in few]).cpu(), expected_failed)
     later = sample.draw(case.values, order, case.temperatures, case.seeds, case.positions, ahead=3)[0]
     assert torch.equal(gpu_sample.draw(*arguments, ahead=3)[0].cpu(), later) and not torch.equal(later, expected)
     at_places = case.temperatures, case.seeds, case.positions + 3

@@ -6,7 +6,9 @@ down to machine code. What the kernels compute is for the tests on a GPU.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,11 +31,15 @@ from octavo.ops.attention import (  # noqa: E402
 from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
 from octavo.ops.compile import launch  # noqa: E402
 from octavo.ops.gemm import gemv, held_gemm, streamed_gemm  # noqa: E402
+from octavo.ops.inputs.tensors import RowTensors  # noqa: E402
 from octavo.ops.rope import Rotation  # noqa: E402
+from octavo.ops.sampling import drafts_gpu  # noqa: E402
+from octavo.ops.sampling import gpu as drawing  # noqa: E402
 
 CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
 PROCESSORS = 132
 SHARED_BYTES = 232448  # of a processor, for one program
+_TERMS = 16  # of the two logarithms of an entry's noise, products with sums at least
 SCRATCH: Any = SimpleNamespace(
     parts=lambda *sizes: (torch.zeros(4096), torch.zeros(64), torch.zeros(64, dtype=torch.int32))
 )
@@ -250,3 +256,21 @@ def test_few_rows_of_a_head(compiled: list[Any], k: int) -> None:
     x, weight, out = torch.zeros(5, k, dtype=BF16), torch.zeros(32000, k, dtype=BF16), torch.zeros(5, 32000)
     streamed_gemm.product(x, weight, out)
     assert compiled[0].metadata.shared <= SHARED_BYTES // (2 if k == 1024 else 1)
+
+
+def test_noise_is_made_before_a_draw_waits_for_its_logits(compiled: list[Any], tmp_path: Path) -> None:
+    """An assembler may put behind a wait what need not be there: it did."""
+    rows, numbers = torch.zeros(5, dtype=torch.int64), torch.zeros(5)
+    drawing.draw(torch.zeros(5, 5000), rows, numbers, rows, rows, ready=True)
+    table = RowTensors(torch.zeros(6, 64, dtype=torch.int32), *torch.zeros(2, 6, dtype=torch.int32))
+    live = torch.zeros(2, 5, dtype=torch.int32)
+    drafts_gpu.draw_drafts(torch.zeros(5, 5000), None, rows, (live[0], live[1]), table, 1, numbers, rows, 0.8)
+    assert len(compiled) == 2
+    for kernel in compiled:
+        path = tmp_path / "kernel.cubin"
+        path.write_bytes(kernel.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", str(path)]
+        before, wait, _ = subprocess.run(command, capture_output=True, text=True, check=True).stdout.partition(
+            "ACQBULK"
+        )
+        assert wait and before.count("FFMA") >= 4 * _TERMS, kernel.metadata.name

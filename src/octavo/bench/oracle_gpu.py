@@ -30,12 +30,13 @@ def _foretell(
     rows, sample_of, lengths, token_ids, total_len, answers, width, num_answers, length, num_drafts, bar, parts,
     vocab_size, KNOWN_BY: tl.constexpr, ANSWERS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (entry): finds the row's answer by its first tokens, and writes what comes next in it."""
-    begin_after(PDL)
+    """Program (entry): finds the row's answer by its first tokens, and writes what comes next in it.
+
+    All but where the row ends is there before, see `octavo.ops.compile.launch`: its answer is found meanwhile.
+    """
     entry = tl.program_id(0)
     row = tl.load(rows + entry)
     live = (tl.load(sample_of + entry) >= 0) & (tl.load(lengths + entry) > 0)
-    total = tl.load(total_len + row)
     place, known = tl.arange(0, MOST), tl.arange(0, KNOWN_BY)
     own = token_ids + row * width
     begin = tl.load(own + known, mask=known < width, other=0)
@@ -48,6 +49,8 @@ def _foretell(
         same = (differing == 0) & (number < num_answers)
         answer = tl.minimum(answer, tl.min(tl.where(same, number, num_answers), 0))
     answer = tl.where(answer < num_answers, answer, 0).to(tl.int64)
+    begin_after(PDL)
+    total = tl.load(total_len + row)
     at = tl.minimum(total + place, length - 1).to(tl.int64)
     right = tl.load(answers + answer * length + at)
     lot = _mixed(at * 40503 + answer * 48271 + 12345) & (parts - 1)

@@ -153,13 +153,14 @@ class Sampler:
         return self._temperature.data, self._seed.data
 
     def draw(
-        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, *, ahead: int = 0
+        self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, *, ahead: int = 0, ready: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(tokens [S] int64, failed [S] uint8) of plain rows. A graph may capture it; the logits stay as they are.
 
         logits: [S, vocab_size] float32, contiguous; rows, positions: as in SampleBatch, or so many places before.
+        ready: whether they were there before the forward pass.
         """
-        return draw(logits, rows, *self.tables, positions, ahead=ahead)
+        return draw(logits, rows, *self.tables, positions, ahead=ahead, ready=ready)
 
     def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> SamplerOutput:
         """Sample from `logits` ([S, vocab_size] float32, contiguous), which may be overwritten."""

@@ -89,10 +89,14 @@ class HeadSpeculator:
             drafter.store(tokens, states)
         for place in range(number, step.num_drafts):
             first = place == number
-            context = batches.last(step) if first else batches.next(step, place - number - 1, tokens)[1]
+            if first:
+                context = batches.last(step)
             with forward_context(self._own(context, number)):
                 states = drafter.forward(tokens, states, last if first else None, behind_draw=not first)
-            tokens = self._draw(step, drafter, states, place)
+            logits = drafter.logits(states)
+            if place + 1 < step.num_drafts:  # ahead of the draw: nothing is launched between that and the next pass
+                context = batches.behind(step, place - number)
+            tokens = self._sampler.write(step, logits, drafter, place)
 
     def _own(self, context: ForwardContext, number: int) -> ForwardContext:
         """A pass of module `number`, whose layers are numbered from 0."""

@@ -172,6 +172,10 @@ class DraftBatches:
             tokens = self.table.token_ids.view(-1).index_select(0, cells).to(torch.int64)
         return self._one(step, offset, tokens)
 
+    def behind(self, step: DraftStep, offset: int) -> ForwardContext:
+        """What `next` prepares for the pass at that offset, whose tokens need not be there yet."""
+        return self._one(step, offset, self._laid_out(step).tokens[: step.batch.num_rows])[1]
+
     def last_accepted(self, step: DraftStep) -> torch.Tensor:
         """`DraftStep.last_accepted`, laid out with the passes."""
         return self._laid_out(step).last[: step.batch.num_rows]

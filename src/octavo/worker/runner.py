@@ -370,7 +370,7 @@ class Runner:
     def _record_verification(self, batch: Batch, key: GraphKey, hidden: torch.Tensor) -> None:
         """What follows the hidden states of a step in which all rows verify drafts and only draw."""
         rows = self._buffers.logit_rows(batch.total_tokens)
-        drawn = self._sampler.draw(self.model.logits(hidden), rows, batch.positions, ahead=1)
+        drawn = self._sampler.draw(self.model.logits(hidden), rows, batch.positions, ahead=1, ready=True)
         self._commit_drafts(batch, *drawn)
         if self._drafter.captures:
             lengths = np.full(batch.num_rows, batch.max_seq_len)

@@ -48,7 +48,7 @@ from octavo.ops.attention.rope_decode_kernel import (
 from octavo.ops.compile.launch import chained, launched
 from octavo.ops.compile.repeated_rows import repeated
 from octavo.ops.rope import Rotation
-from octavo.ops.rope.heads import rope_heads
+from octavo.ops.rope.heads import heads_by_squares, squares_of
 
 _COLUMNS = 8  # of the matrix unit
 _FOLDED = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0]))  # of the totals [8, HEAD]
@@ -60,11 +60,23 @@ def _num_queries(row, query_start):
 
 
 @gluon.jit
-def _rotated(at, is_there, angles, weights, channel, eps, HEAD: gl.constexpr, LEVELS: gl.constexpr, NORM: gl.constexpr):
-    """Heads at pointers [N, 1], normed, rotated and rounded [N, HEAD]; zeros where there is none."""
+def _halves(at, is_there, channel, HEAD: gl.constexpr):
+    """Halves of heads at pointers [N, 1]; zeros where there is none."""
     low = gl.load(at + channel, mask=is_there, other=0.0)
-    high = gl.load(at + HEAD // 2 + channel, mask=is_there, other=0.0)
-    return rope_heads(low, high, weights, angles[0], angles[1], eps, LEVELS, NORM)
+    return low, gl.load(at + HEAD // 2 + channel, mask=is_there, other=0.0)
+
+
+@gluon.jit
+def _rotated(q, k, q_turn, k_turn, eps, LEVELS: gl.constexpr, NORM: gl.constexpr):
+    """Heads of q and k [N, HEAD] from their halves, normed, rotated and rounded. turns: (weights, angles) of each.
+
+    Both sums of squares come before either root: that has ways apart, past which no instruction is moved.
+    """
+    q_squares, k_squares = q[0], k[0]
+    if NORM:
+        q_squares, k_squares = squares_of(q[0], q[1], LEVELS), squares_of(k[0], k[1], LEVELS)
+    own_q = heads_by_squares(q[0], q[1], q_squares, q_turn[0], q_turn[1][0], q_turn[1][1], eps, NORM)
+    return own_q, heads_by_squares(k[0], k[1], k_squares, k_turn[0], k_turn[1][0], k_turn[1][1], eps, NORM)
 
 
 @gluon.jit
@@ -306,9 +318,9 @@ def _rotate_and_attend_columns(
         q_at = qkv + q_token * qkv_token + (kv_index * GROUP + q_line % GROUP) * HEAD
         k_at = qkv + k_token * qkv_token + (KV_HEADS * GROUP + kv_index) * HEAD
         v_at = qkv + v_token * qkv_token + (KV_HEADS * (GROUP + 1) + kv_index) * HEAD + whole
-        own_q = _rotated(q_at, is_query, q_angles, q_weights, q_channel, eps, HEAD, LEVELS, NORM)
-        own_k = _rotated(k_at, k_age < num_queries, k_angles, k_weights, k_channel, eps, HEAD, LEVELS, NORM)
+        q, k = _halves(q_at, is_query, q_channel, HEAD), _halves(k_at, k_age < num_queries, k_channel, HEAD)
         own_v = gl.load(v_at, mask=is_here, other=0.0)
+        own_q, own_k = _rotated(q, k, (q_weights, q_angles), (k_weights, k_angles), eps, LEVELS, NORM)
         turned.store(own_q)
         for again in gl.static_range(16 // FRESH):
             of_step.slice(again * FRESH, FRESH).store(own_k)

@@ -4,9 +4,9 @@ Owns a launch's options and the calls that a kernel makes. A kernel with `PDL` c
 later `end_before`, before it reads what another kernel wrote and before it writes anything; one program at least does
 so on every path, for the kernel after it relies on that. What it reads before are constants: weights, and, behind a
 kernel that calls `begin_whole`, what was written ahead of that one. A forward pass begins with such a kernel,
-`octavo.ops.embedding.gpu`'s, or stands behind one, a drafter's draw: in its layers the step's lengths, tables, slots
-and positions are constants, and so is what the cache holds of earlier steps and passes; a division for the last layer
-is one behind torch's gathers, which begin whole.
+`octavo.ops.embedding.gpu`'s, or stands behind one, a drafter's draw, with nothing launched between: in its layers the
+step's lengths, tables, slots and positions are constants, and so is what the cache holds of earlier steps and passes; a
+division for the last layer is one behind torch's gathers, which begin whole.
 Invariants: how a kernel is launched moves no bit; it is the machine code that Triton would choose. A kernel's first
 launch waits until `octavo.ops.compile.fingerprint` has named Triton, or names it itself.
 """
@@ -53,6 +53,24 @@ def end_before(PDL: tl.constexpr):
     """Let the next kernel be launched once all programs are here or done, if none did before."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def ready_before(x, PDL: tl.constexpr):
+    """Finite float32 numbers as they are, computed where this stands: the assembler else does so behind a wait below.
+
+    It may not move what could trap.
+    """
+    if PDL:
+        x = tl.inline_asm_elementwise(
+            "{ .reg .pred over; setp.eq.f32 over, $1, 0f7F800000; @over trap; mov.b32 $0, $1; }",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=False,
+            pack=1,
+        )
+    return x
 
 
 def chained(device: torch.device) -> dict[str, Any]:

@@ -36,10 +36,10 @@ _NORMING_WARPS = (
 
 @gluon.jit
 def _normed(x_at, live, scale, eps, K: gl.constexpr, LEVELS: gl.constexpr, layout: gl.constexpr):
-    """Rows [ROWS, K], normed, in float32; those that are not live are zeros."""
+    """Rows [ROWS, K], normed, in float32; those that are not live are zeros. K is a power of two."""
     value = gl.load(x_at, mask=live, other=0.0).to(gl.float32)
     squares = row_sums(value * value, LEVELS)
-    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, K * 1.0) + eps))
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(squares * (1.0 / K) + eps))  # the product has the quotient's bits
     return value * gl.convert_layout(inverse, gl.SliceLayout(1, layout))[:, None] * scale
 
 

@@ -17,7 +17,7 @@ from octavo.ops.inputs.tensors import GroupTables, RowTensors, StepInputs
 
 _BLOCK = 256  # tokens or table columns that a program handles at once
 _COLUMNS = 4096  # table columns of a row per program
-_ENTRIES = 128  # batch entries per program of `commit`
+_ENTRIES, _RUNS = 128, 32  # batch entries per program of `commit` and of `commit_runs`
 _MAX_TILES = 64  # programs per row
 
 
@@ -155,33 +155,33 @@ def commit(
 @launched(triton.jit(do_not_specialize=["num_rows", "held"]))
 def _commit_runs(
     rows, seq_lens, sample_of, num_drafts, sampled, failed, token_ids, total_len, num_computed, turn, results, counts,
-    width, max_num_rows, held, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    width, max_num_rows, held, num_rows, WIDTH: tl.constexpr, PLACES: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    begin_after(PDL)
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """All but what was drawn is read before the kernel ahead is done, as in `_commit`; all places of a run at once."""
+    entry, place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PLACES)[None, :]
     inside = entry < num_rows
     length = tl.load(seq_lens + entry, mask=inside, other=0)
     live = inside & (length > 0)
     row = tl.load(rows + entry, mask=inside, other=0)
     first = tl.load(sample_of + entry, mask=inside, other=-1)
     samples = live & (first >= 0)
-    tl.store(num_computed + row, length, mask=live & (first < 0))
     drafts = tl.load(num_drafts + entry, mask=samples, other=0)
     total = tl.load(total_len + row, mask=samples, other=0)
     line = tl.load(turn) * max_num_rows + entry
-    accepted = tl.zeros((BLOCK,), tl.int32)
-    goes_on = samples
-    last, last_reason = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
-    for place in tl.static_range(WIDTH):
-        sample = first + tl.minimum(place, drafts)
-        token = tl.load(sampled + sample, mask=samples, other=0)
-        reason = tl.load(failed + sample, mask=samples, other=0).to(tl.int64)
-        tl.store(results + line * WIDTH + place, token | (reason << 32), mask=samples)
-        last, last_reason = tl.where(goes_on, token, last), tl.where(goes_on, reason, last_reason)
-        at = total + place
-        draft = tl.load(token_ids + row * width + at, mask=goes_on & (place < drafts) & (at < width), other=-1)
-        goes_on = goes_on & (place < drafts) & (draft.to(tl.int64) == token) & (reason == 0)
-        accepted += goes_on.to(tl.int32)
+    is_draft, at = place < drafts[:, None], total[:, None] + place
+    of_row = token_ids + row[:, None] * width
+    draft = tl.load(of_row + at, mask=samples[:, None] & is_draft & (at < width), other=-1)
+    begin_after(PDL)
+    tl.store(num_computed + row, length, mask=live & (first < 0))
+    sample, used = first[:, None] + tl.minimum(place, drafts[:, None]), samples[:, None] & (place < WIDTH)
+    token = tl.load(sampled + sample, mask=used, other=0)
+    reason = tl.load(failed + sample, mask=used, other=0).to(tl.int64)
+    tl.store(results + line[:, None] * WIDTH + place, token | (reason << 32), mask=used)
+    agrees = is_draft & (draft.to(tl.int64) == token) & (reason == 0)
+    accepted = tl.min(tl.where(agrees, PLACES, place), 1)
+    is_last = place == accepted[:, None]
+    last, last_reason = tl.sum(tl.where(is_last, token, 0), 1), tl.sum(tl.where(is_last, reason, 0), 1)
     count = accepted + (last_reason != held).to(tl.int32)
     tl.store(counts + line, count.to(tl.int64), mask=samples)
     tl.store(num_computed + row, length - (1 + drafts - count), mask=samples)
@@ -201,8 +201,9 @@ def commit_runs(
 ) -> None:
     """See `ops.inputs.commit_drafts`."""
     num_rows, width = step.seq_lens.shape[0], step.results.shape[2]
-    _commit_runs[(triton.cdiv(num_rows, _ENTRIES),)](
+    _commit_runs[(triton.cdiv(num_rows, _RUNS),)](
         step.rows, step.seq_lens, sample_of, num_drafts, sampled, failed, table.token_ids, table.total_len,
         table.num_computed, step.turn, step.results, step.counts, table.token_ids.shape[1], step.results.shape[1], held,
-        num_rows, WIDTH=width, BLOCK=_ENTRIES, num_warps=4, **chained(sampled.device),
+        num_rows, WIDTH=width, PLACES=triton.next_power_of_2(width), BLOCK=_RUNS, num_warps=4,
+        **chained(sampled.device),
     )  # fmt: skip

@@ -66,17 +66,20 @@ def draw(
     positions: torch.Tensor,
     truncation: TruncationRows | None = None,
     ahead: int = 0,
+    *,
+    ready: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(`sample_rows` of tables, whether the logits hold a NaN): [S] int64, [S] uint8. The logits stay as they are.
 
     rows: [S] int64, the place of each logits row in `temperatures` (float32) and `seeds` (int64); positions: [S] int64,
     or so many places before, as `ahead` says. With cuts the tokens are those of logits after `cut_`. On a GPU one
-    kernel, with cuts some more, fit for a graph once a launch has run outside of one; launches must not overlap.
+    kernel, with cuts some more, fit for a graph once a launch has run outside of one; launches must not overlap. ready:
+    whether rows, positions and tables were there before the forward pass that gives the logits; it moves no token.
     """
     if logits.is_cuda:
         from octavo.ops.sampling import gpu
 
-        return gpu.draw(logits, rows, temperatures, seeds, positions, truncation, ahead)
+        return gpu.draw(logits, rows, temperatures, seeds, positions, truncation, ahead, ready=ready)
     left = logits
     if truncation is not None:
         left = logits.clone()

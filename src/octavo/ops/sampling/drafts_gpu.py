@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.compile.launch import begin_whole, chained, launched
+from octavo.ops.compile.launch import begin_whole, chained, launched, ready_before
 from octavo.ops.inputs.tensors import RowTensors
 from octavo.ops.sampling.gpu import scratch_of
 from octavo.ops.sampling.noise import gumbel, stream_key, uniform_words
@@ -52,6 +52,7 @@ def _draw_drafts(
     start = split * share
     at = start + tl.arange(0, TILE)
     token, own_noise = _noise_of(ids, at, num_places, low, high, amount, MAPPED)
+    own_noise = ready_before(own_noise, PDL)
     best, best_id = tl.full((TILE,), float("-inf"), tl.float32), tl.full((TILE,), 0, tl.int32)
     logits += line * logits_row
     begin_whole(PDL)

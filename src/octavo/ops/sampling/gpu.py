@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.ops.compile.launch import begin_after, chained, launched
+from octavo.ops.compile.launch import begin_after, chained, end_before, launched, ready_before, wait_before
 from octavo.ops.compile.row_sum import padded_length, row_sums
 from octavo.ops.sampling.noise import gumbel, gumbel_bound, natural_log, stream_key, uniform_words
 from octavo.ops.sampling.topk_topp_small import likeliest
@@ -26,6 +26,7 @@ from octavo.ops.sampling.truncation_gpu import is_hidden, last_kept
 LEAF = 4096  # vocabulary entries of a partial sum: part of the canonical order
 # Entries of a step of a drawing program, and its warps: for few rows, for many. They move no token.
 _FEW_ROWS, _FEW, _MANY = 4, (2048, 8), (512, 1)
+_READY_ROWS = 8  # at most, of `_draw_ready`: each of its programs stays for one tile
 _PROGRAMS = 2112  # how many programs a launch should have
 _MAX_SPLITS = 128
 _NAN_BIT = 1 << 30  # in a part's code, beside its token id
@@ -57,6 +58,38 @@ def scratch_of(device: torch.device) -> DrawScratch:
 @triton.jit
 def _larger_or_nan(left, right):
     return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _settle(
+    line,
+    split,
+    splits,
+    best,
+    code,
+    values,
+    codes,
+    arrived,
+    tokens,
+    failed,
+    MAX_SPLITS: tl.constexpr,
+    NAN_BIT: tl.constexpr,
+):
+    """What a program has found of a line; the last of them takes the best."""
+    part = (line * splits).to(tl.int32) + split
+    tl.store(values + part, best)
+    tl.store(codes + part, code)
+    tl.debug_barrier()
+    if tl.atomic_add(arrived + line, 1, sem="acq_rel", scope="gpu") == splits - 1:
+        each = tl.arange(0, MAX_SPLITS)
+        there = each < splits
+        value = tl.load(values + line * splits + each, mask=there, other=float("-inf"), cache_modifier=".cg")
+        all_codes = tl.load(codes + line * splits + each, mask=there, other=0, cache_modifier=".cg")
+        top = tl.max(value, 0)
+        lowest = tl.min(tl.where(value == top, all_codes & (NAN_BIT - 1), 2147483647), 0)
+        tl.store(tokens + line, tl.where(top > float("-inf"), lowest, 0).to(tl.int64))
+        tl.store(failed + line, (tl.max(all_codes, 0) >= NAN_BIT).to(tl.uint8))
+        tl.store(arrived + line, 0)
 
 
 @launched(triton.jit(do_not_specialize=["splits", "ahead"]))
@@ -131,23 +164,37 @@ def _draw(
         bounds = tl.where(tile == index, float("-inf"), bounds)
         bound = tl.max(bounds, 0)
     if SPLIT:
-        part = (line * splits).to(tl.int32) + split
-        tl.store(values + part, best)
-        tl.store(codes + part, code)
-        tl.debug_barrier()
-        if tl.atomic_add(arrived + line, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            each = tl.arange(0, MAX_SPLITS)
-            there = each < splits
-            value = tl.load(values + line * splits + each, mask=there, other=float("-inf"), cache_modifier=".cg")
-            all_codes = tl.load(codes + line * splits + each, mask=there, other=0, cache_modifier=".cg")
-            top = tl.max(value, 0)
-            lowest = tl.min(tl.where(value == top, all_codes & (NAN_BIT - 1), 2147483647), 0)
-            tl.store(tokens + line, tl.where(top > float("-inf"), lowest, 0).to(tl.int64))
-            tl.store(failed + line, (tl.max(all_codes, 0) >= NAN_BIT).to(tl.uint8))
-            tl.store(arrived + line, 0)
+        _settle(line, split, splits, best, code, values, codes, arrived, tokens, failed, MAX_SPLITS, NAN_BIT)
     else:
         tl.store(tokens + line, (code & (NAN_BIT - 1)).to(tl.int64))
         tl.store(failed + line, (code >= NAN_BIT).to(tl.uint8))
+
+
+@launched(triton.jit(do_not_specialize=["splits", "ahead"]))
+def _draw_ready(
+    logits, logits_row, rows, temperatures, seeds, positions, tokens, failed, values, codes, arrived, vocab_size,
+    splits, ahead, TILE: tl.constexpr, MAX_SPLITS: tl.constexpr, NAN_BIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_draw` of few lines, in programs of one tile whose noise is ready when the logits are."""
+    end_before(PDL)
+    line, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows + line)
+    temperature = tl.load(temperatures + row)
+    low, high = stream_key(tl.load(seeds + row), tl.load(positions + line).to(tl.int64) + ahead)
+    greedy = temperature == 0.0
+    inverse = tl.where(greedy, 1.0, tl.div_rn(1.0, tl.where(greedy, 1.0, temperature)))
+    at = split * TILE + tl.arange(0, TILE)
+    noise = gumbel(uniform_words(low, high, at.to(tl.uint32))) * tl.where(greedy, 0.0, 1.0)
+    noise = ready_before(noise, PDL)
+    logits += line * logits_row
+    wait_before(PDL)
+    x = tl.load(logits + at, mask=at < vocab_size, other=float("-inf"))
+    score = tl.fma(x, inverse, noise)
+    score = tl.where(x == x, score, float("-inf"))
+    best = tl.max(score, 0)
+    winner = tl.min(tl.where(score == best, at, NAN_BIT - 1), 0)
+    code = winner | tl.max((x != x).to(tl.int32), 0) * NAN_BIT
+    _settle(line, split, splits, best, code, values, codes, arrived, tokens, failed, MAX_SPLITS, NAN_BIT)
 
 
 def _room_for(tiles: int) -> int:
@@ -163,6 +210,8 @@ def draw(
     positions: Tensor,
     truncation: TruncationRows | None = None,
     ahead: int = 0,
+    *,
+    ready: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """See `octavo.ops.sampling.draw`; rows None: the tables are of the logits' own rows, without cuts."""
     num_rows, vocab_size = logits.shape
@@ -171,6 +220,15 @@ def draw(
     failed = torch.empty(num_rows, dtype=torch.uint8, device=logits.device)
     if not num_rows:
         return tokens, failed
+    if ready and rows is not None and truncation is None and num_rows <= _READY_ROWS:
+        (tile, warps), splits = _FEW, triton.cdiv(vocab_size, _FEW[0])
+        if splits <= _MAX_SPLITS:
+            _draw_ready[(num_rows, splits)](
+                logits, logits.stride(0), rows, temperatures, seeds, positions, tokens, failed, scratch.values,
+                scratch.codes, scratch.arrived, vocab_size, splits, ahead, TILE=tile, MAX_SPLITS=_MAX_SPLITS,
+                NAN_BIT=_NAN_BIT, num_warps=warps, enable_fp_fusion=False, **chained(logits.device),
+            )  # fmt: skip
+            return tokens, failed
     tile, warps = _FEW if num_rows <= _FEW_ROWS else _MANY
     tiles = triton.cdiv(vocab_size, tile)
     per_split = triton.cdiv(tiles, max(1, min(_PROGRAMS // num_rows, _MAX_SPLITS, tiles)))
