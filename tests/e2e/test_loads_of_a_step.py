@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -11,8 +11,10 @@ from eager_graphs import EagerGraphs
 from engine_checks import GOOD_PROMPT, assert_idle
 from octavo import LLM, SamplingParams
 from octavo.device.graphs import mixed_keys
+from octavo.kv_connector.worker import NO_WORKER_CONNECTOR
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Mover
+from octavo.kv_connector.worker.several import SeveralWorkers
 from octavo.ops.arrivals import NO_ARRIVALS, NO_GATES, Arrivals, Gates
 from octavo.worker import worker
 from test_connectors import host, multi, settle, storage
@@ -37,6 +39,9 @@ class Coming(Arrivals):
         self.gates = dict[int, int]()  # those of the step's graph -> the pages that were asked for
         self.num_early = 0  # pages that were there when the last gate was passed
         cache.data[:, blocks] = 255  # what is read too early is no number
+
+    def __bool__(self) -> bool:
+        return True
 
     def copy(self, count: int) -> None:
         while self._missing and self._missing[0] < count:
@@ -260,7 +265,18 @@ def test_C_5_an_abort_while_a_step_waits_gives_all_back(make_llm: Make, coming: 
     assert llm.reset_prefix_cache(reset_connector=True)
 
 
+def test_of_several_connectors_the_one_that_loads_is_waited_for() -> None:
+    class Loading:
+        own = Coming.__new__(Coming)
+
+        def arrivals(self, number: int) -> Arrivals:
+            return self.own if number == 3 else NO_ARRIVALS
+
+    workers = SeveralWorkers([NO_WORKER_CONNECTOR, cast(Any, Loading())])
+    assert workers.arrivals(3) is Loading.own and workers.arrivals(4) is NO_ARRIVALS
+
+
 def test_nothing_is_waited_for_where_nothing_comes() -> None:
-    assert NO_ARRIVALS.have_come() and NO_ARRIVALS.seconds == 0
+    assert not NO_ARRIVALS and NO_ARRIVALS.have_come() and NO_ARRIVALS.seconds == 0
     NO_ARRIVALS.before_all()
     NO_ARRIVALS.wait()

@@ -26,6 +26,10 @@ class Arrivals:
         """begun: behind which the first copy is made. done: behind all copies. None: all is there."""
         self._begun, self._done = begun, done
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to wait for."""
+        return self._done is not None
+
     def before_all(self) -> None:
         """Let the current stream wait for every copy."""
         if self._done is not None:

@@ -20,12 +20,10 @@ from octavo.ops.copying import can_copy_pieces, copy_pieces, to_device
 from octavo.ops.windows import Windows
 
 _LEAST_PIECE = 128 << 10  # bytes: smaller ones take a copy engine longer than the bus
-_WINDOW_BYTES = 32 << 20  # that one call of the driver orders: no step can launch meanwhile
-_MAX_WINDOWS = (
-    3  # under way: as long as steps may keep a thread from the interpreter, and no more than leaves them room
-)
-# of the bus's rate, beside steps: what comes is written to the memory that they read
-_SHARE_TO_CACHE, _SHARE_FROM_CACHE = 0.88, 1.0
+_WINDOW_BYTES = 64 << 20  # that one call of the driver orders: no step can launch meanwhile
+_MAX_WINDOWS = 3  # under way: for as long as steps may keep a thread waiting, and leaving them room for their launches
+# of the bus's rate, beside steps: what comes is written to the memory that they read, and what goes is read from it
+_SHARE_TO_CACHE, _SHARE_FROM_CACHE = 0.88, 0.92
 _STAGING_BYTES = 64 << 20  # of a direction: what is gathered on a GPU before it goes over the bus
 
 
