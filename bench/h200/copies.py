@@ -20,7 +20,6 @@ from octavo.kv_connector.worker import cache_bytes
 from octavo.ops.windows import Windows
 
 WAYS = (  # MiB, under way, share to the GPU, share from it
-    (64, 3, 0.92, 1.0),
     (64, 4, 0.88, 0.92),
     (96, 3, 0.88, 0.92),
     (128, 2, 0.88, 0.92),

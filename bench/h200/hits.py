@@ -2,7 +2,7 @@
 
 With gates layers of the step's graph wait for their own blocks; without, the graph waits for all of them. The last
 column is a hit in the GPU's own cache, by the same graph: what gates that are open cost. Milliseconds; seconds also of
-the host's part of ordering a load. With gates first, without, and with them again.
+the host's part of ordering a load.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
     device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
     make_gates, begin_now = assembly.make_gates, Mover.begin_now
     lines = [f"{'ms':12}{'computed':>10}{'hit':>8}{'times':>8}{'load':>8}{'ordering':>10}{'own hit':>9}"]
-    for name in ("gates", "no gates", "gates"):
+    for name in ("gates", "no gates"):
         made, ordering = list[bool](), list[float]()
 
         def make(num_layers: int, place: torch.device, name: str = name, made: list[bool] = made) -> Any:
