@@ -56,7 +56,7 @@ class _Graphs(GraphPool):
     def has(self, key: GraphKey, *_: object) -> bool:
         return key is not EAGER
 
-    def replay(self, key: GraphKey) -> torch.Tensor:
+    def replay(self, key: GraphKey, *_: object) -> torch.Tensor:
         return self._outputs[key]
 
 

@@ -20,11 +20,10 @@ from octavo.kv_connector.worker import cache_bytes
 from octavo.ops.windows import Windows
 
 WAYS = (  # MiB, under way, share to the GPU, share from it
-    (32, 3, 1.0, 1.0),
-    (32, 3, 0.92, 0.92),
-    (32, 3, 0.85, 0.88),
-    (64, 3, 0.88, 0.92),
-    (1024, 4, 1.0, 1.0),  # a transfer in one call, as it was before there were windows
+    (64, 4, 0.88, 0.92),
+    (96, 3, 0.88, 0.92),
+    (128, 2, 0.88, 0.92),
+    (1024, 4, 1.0, 1.0),  # a transfer in one call
 )
 NAMES = ("load_gb_s", "beside_loads_share", "save_gb_s", "beside_saves_share")
 

@@ -24,6 +24,7 @@ from octavo.kv_connector.orders import Order
 from octavo.kv_connector.worker import cache_bytes
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Mover
+from octavo.ops.arrivals import make_gates
 from octavo.ops.copying import can_copy_pieces
 from peer_engine import peer
 from test_p2p import LONG, PARAMS, PROMPTS, WAYS, bits, need_library, p2p, until_idle, with_transfer
@@ -138,31 +139,43 @@ def test_O_1_C_13_blocks_from_host_memory_give_the_bits_of_computing(
         assert llm.engine.scheduler.stats().num_loaded_tokens
 
 
-@pytest.mark.parametrize("pages", [1, 5])
-def test_O_2_layers_wait_for_their_pages(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And for all pages before them: what a stream does behind its wait reads them, though no thread waits."""
+@pytest.mark.parametrize("pages", [1, 5, 9])
+def test_O_2_layers_of_a_graph_wait_for_their_pages(pages: int) -> None:
+    """And for all pages before them: what the graph does behind a gate reads them, though no thread waits.
+
+    Before the first load, and between two, the gates are open.
+    """
     if not can_copy_pieces(torch.device("cuda")):
         pytest.skip("the driver takes no copies in batches")
-    monkeypatch.setattr(cache_bytes, "_LAYER_BYTES", 1)
     data = torch.randint(256, (pages, 300, 1 << 18), dtype=torch.uint8, device="cuda")
-    cache, before = CacheBytes(data, 1 << 30, list(data)), data.clone()
+    gates = make_gates(pages, data.device)
+    assert gates, "torch and driver have them"
+    cache, before, found = CacheBytes(data, 1 << 30, list(data), gates=gates), data.clone(), torch.zeros_like(data)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(pages):
+            gates.before(layer)
+            found[layer].copy_(data[layer])
     memory = cache.host_memory(200, cache.block_bytes)
     blocks, places = (np.random.default_rng(1).permutation(n)[:180].tolist() for n in (300, 200))
-    rows = [memory[place] for place in places]
+    rows, early = [memory[place] for place in places], list[bool]()
+    torch.cuda.synchronize()
     cache.read(blocks, rows)
     for _ in range(3):
+        graph.replay()
+        assert torch.equal(found, data)
         data[:, blocks] = 255
+        found.zero_()
         torch.cuda.synchronize()
         arrivals = cache.bring(blocks, rows)
         assert arrivals
-        found = []
-        for layer in range(pages):
-            arrivals.before(layer)
-            found.append(data[layer].clone())
+        graph.replay()
+        early.append(not arrivals.have_come())
         arrivals.before_all()
-        assert torch.equal(torch.stack(found)[:, blocks], before[:, blocks]) and torch.equal(data, before)
+        assert torch.equal(found, before) and torch.equal(data, before)
         torch.cuda.synchronize()
         assert arrivals.have_come() and arrivals.seconds > 0
+    assert pages < 9 or any(early), "a graph was launched before all was there"
 
 
 @pytest.mark.parametrize(("layout", "drafts"), [("LBNHC", False), ("BLHNC", False), ("LBNHC", True)])

@@ -194,7 +194,7 @@ def test_an_engines_steps_have_the_same_tokens_with_and_without_logits(tmp_path:
             runner.model.embedding.weight[1005] = float("nan")
             assert runner.model.fused_sampling_rows() == fused_lm_head_sampling.ROWS
             replayed, replay = set(), runner._graphs.replay
-            runner._graphs.replay = lambda key, to=replayed, call=replay: to.add(key) or call(key)
+            runner._graphs.replay = lambda key, _, to=replayed, call=replay: to.add(key) or call(key)
             for wishes, gives_logits in ((params, False), (beside_cut, True)):
                 replayed.clear()
                 with no_waits():

@@ -91,7 +91,7 @@ def test_S_13_rows_that_only_draw_take_whole_graphs(plain: dict[int, Answers]) -
         runner = runner_of(llm.engine)
         seen: list[Any] = []
         replay = runner._graphs.replay
-        runner._graphs.replay = lambda key: seen.append(key) or replay(key)  # type: ignore[func-returns-value]
+        runner._graphs.replay = lambda key, *own: seen.append(key) or replay(key, *own)  # type: ignore[func-returns-value]
         assert answers(llm, 3) == plain[3]
         whole = [key for key in seen if key.num_drafts and key.is_decode]
         assert len(whole) > 5 and {key.num_rows for key in whole} <= {1, 2, 4}

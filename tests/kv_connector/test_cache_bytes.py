@@ -19,6 +19,7 @@ from octavo.kv_connector.worker import cache_bytes, host_memory
 from octavo.kv_connector.worker.cache_bytes import CacheBytes, joined
 from octavo.kv_connector.worker.mover import Job
 from octavo.ops import copying
+from octavo.ops.arrivals import NO_GATES, Gates, make_gates
 
 BLOCK, HEADS, HEAD = 16, 2, 8
 
@@ -205,13 +206,13 @@ def test_few_windows_are_under_way(bus, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_gated", [3, 2])
 @torch.inference_mode()
-def test_O_2_a_step_waits_for_each_layers_pages_and_no_others(layout, bus, monkeypatch) -> None:
-    """All copies are ordered at once, in the order of layers; a layer's bytes are there behind its wait."""
+def test_O_2_a_gate_opens_behind_its_layers_pages_and_no_others(layout, num_gated, bus, monkeypatch) -> None:
+    """All copies are ordered at once, in the order of layers; those of a drafter's layers come last."""
     monkeypatch.setattr(cache_bytes, "_LEAST_PIECE", 1)
     pool = make_pool(layout, 2)
-    cache = CacheBytes(pool.data, 1 << 30, pool.views)
-    monkeypatch.setattr(cache_bytes, "_LAYER_BYTES", 1)
+    cache, gates = CacheBytes(pool.data, 1 << 30, pool.views), Gates(num_gated, [bus.event() for _ in range(num_gated)])
     blocks, rows = [8, 1, 5], list(cache.host_memory(3, cache.block_bytes))
     cache.read(blocks, rows)
     expected = [pool.block_view(layer)[blocks].clone() for layer in range(3)]
@@ -219,20 +220,33 @@ def test_O_2_a_step_waits_for_each_layers_pages_and_no_others(layout, bus, monke
     pool.data[:, blocks] = 255
     lane = cache_bytes._Lane(cache, 0.5, lambda: True)
     bus.query()  # a thread that issues steps has a context
-    arrivals = lane.bring(blocks, rows, cache._page_of_layer())
+    arrivals = lane.bring(blocks, rows, gates.in_turn(cache._page_of_layer()))
     whole = LAYOUTS[layout].block_outermost
     assert arrivals and bus.sizes == ([3] if whole else [3, 3, 3]) and not bus.waits and not arrivals.have_come()
-    for layer in range(3):
-        arrivals.before(layer)
+    for layer in range(num_gated):
+        gates.before(layer)
         assert torch.equal(pool.block_view(layer)[blocks], expected[layer])
         assert bus._num_made == (3 if whole else 3 * (layer + 1))
-    num_waits = len(bus.waits)
+    gates.before(7)  # a layer that keeps nothing
+    assert arrivals.have_come() == (whole or num_gated == 3)
     arrivals.before_all()
-    arrivals.before(7)  # a layer that keeps nothing
-    assert arrivals.have_come() and len(bus.waits) == num_waits and torch.equal(pool.data, before)
+    assert arrivals.have_come() and torch.equal(pool.data, before)
     assert arrivals.seconds == bus._num_made / 1e3
     with lane._lock:
-        assert lane.bring(blocks, rows, [0] * 3) is None, "another transfer is being ordered"
+        assert lane.bring(blocks, rows, ()) is None, "another transfer is being ordered"
+
+
+def test_gates_stand_before_as_many_layers_each(bus) -> None:
+    """And open behind the last of their pages, however those of layers lie."""
+    gates = Gates(7, [bus.event() for _ in range(3)])
+    assert gates and [layer for layer in range(9) if layer in gates._of_first] == [0, 2, 4]
+    assert [pages for pages, _ in gates.in_turn(range(8))] == [2, 4, 7]
+    assert [pages for pages, _ in gates.in_turn([3, 0, 1, 2, 2, 4, 4, 5])] == [4, 4, 5]
+    few = Gates(2, [bus.event() for _ in range(3)])
+    assert sorted(few._of_first) == [0, 1] and [pages for pages, _ in few.in_turn(range(2))] == [0, 1, 2]
+    assert not NO_GATES and not list(NO_GATES.in_turn(range(3)))
+    assert make_gates(4, torch.device("cpu")) is NO_GATES
+    NO_GATES.before(0)
 
 
 @torch.inference_mode()
@@ -249,14 +263,13 @@ def test_an_order_that_fails_leaves_no_copy_on_its_way(bus, monkeypatch) -> None
     monkeypatch.setattr(cache_bytes, "copy_pieces", fails)
     cache = CacheBytes(pool.data, 1 << 30)
     monkeypatch.setattr(cache_bytes, "_WINDOW_BYTES", 2 * cache.page_bytes)
-    monkeypatch.setattr(cache_bytes, "_LAYER_BYTES", 1)
     rows, lane = list(cache.host_memory(4, cache.block_bytes)), cache_bytes._Lane(cache, 1.0, bool)
     with pytest.raises(RuntimeError, match="the driver failed"):
         lane.run([1, 2, 3, 4], rows, to_cache=True)
     assert bus.sizes == [2] and not bus.num_under_way
     bus.sizes.clear()
     with pytest.raises(RuntimeError, match="the driver failed"):
-        lane.bring([1, 2, 3, 4], rows, [0, 1, 2])
+        lane.bring([1, 2, 3, 4], rows, [(1, bus.event())])
     assert bus.sizes == [4] and not bus.num_under_way and not lane._lock.locked()
 
 

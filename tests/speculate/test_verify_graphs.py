@@ -5,33 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
+from eager_graphs import EagerGraphs
 from insides import runner_of
 from octavo.config.engine_config import EngineConfig
-from octavo.device.graphs import EAGER, GraphKey, GraphPool, decode_keys, verify_keys
+from octavo.device.graphs import decode_keys, verify_keys
 from octavo.frontend.engine import Engine
 from octavo.request.sampling_params import SamplingParams
 
 K = 3
 WORDS = [[17, 40, 17, 40, 17, 40, 9], [5, 6, 7, 8] * 4, list(range(30, 49)), [11] * 12]
-
-
-class EagerGraphs(GraphPool):
-    """Replays a step by issuing it for its padded shape; counts them."""
-
-    def __init__(self, runner: Any, keys: list[GraphKey]) -> None:
-        super().__init__(keys)
-        self.replayed: list[GraphKey] = []
-        self._runner = runner
-
-    def has(self, key: GraphKey, issue: Any) -> bool:
-        return key is not EAGER
-
-    def replay(self, key: GraphKey) -> torch.Tensor:
-        self.replayed.append(key)
-        result: torch.Tensor = self._runner._record(key)
-        return result
 
 
 def make_engine(**fields: Any) -> Engine:

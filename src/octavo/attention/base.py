@@ -19,7 +19,7 @@ import torch
 
 from octavo.cache.kernel_blocks import MultipleOf
 from octavo.cache.specs import AttentionSpec, LayerSpec
-from octavo.ops.arrivals import NO_ARRIVALS, Arrivals
+from octavo.ops.arrivals import NO_GATES, Gates
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.inputs.tensors import LogitTokens
 from octavo.ops.norm.kept_sum import keep_sum
@@ -386,7 +386,7 @@ class ForwardContext:
     for_capture: bool = False  # as `prepare`'s
     warmup_only: bool = False  # the results are for nobody: layers that launch what others launch may be left out
     taps: Taps = NO_TAPS
-    arrivals: Arrivals = NO_ARRIVALS  # blocks that come while the step runs
+    gates: Gates = NO_GATES  # of blocks that come while a graph of this step runs
 
     def narrow_to_logit_tokens(self, layer: int) -> torch.Tensor | None:
         """Ahead of the last layer, number `layer`: prepare its backend for the tokens that are asked for alone.

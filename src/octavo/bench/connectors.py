@@ -72,13 +72,16 @@ def _first_token(llm: LLM, prompt: list[int]) -> float:
     return seconds
 
 
-def first_tokens(shape: str, length: int, fields: dict[str, Any]) -> dict[str, float]:
+def first_tokens(
+    shape: str, length: int, fields: dict[str, Any], ways: Sequence[str] = ("host", "files")
+) -> dict[str, float]:
     """Seconds to the first token of a prompt: computed, from host memory, from files; medians."""
     vocab = SHAPES[shape]["vocab_size"]
     prompts = _prompts(_REPEATS + 1, length, vocab, 1)
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
-        for name, config in (("host", _host(cpu_bytes_to_use=2 << 30)), ("files", _storage(folder))):
+        configs = {"host": _host(cpu_bytes_to_use=2 << 30), "files": _storage(folder)}
+        for name, config in ((way, configs[way]) for way in ways):
             with dummy_model(shape, max_model_len=length + 64, kv_transfer_config=config, **fields) as llm:
                 computed = [_first_token(llm, prompt) for prompt in prompts][1:]
                 hits, loads, owns = [], [], []

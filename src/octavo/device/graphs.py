@@ -22,12 +22,14 @@ import torch
 
 from octavo.device.batch import StepShape
 from octavo.ops import captures
+from octavo.ops.arrivals import NO_ARRIVALS, NO_GATES, Arrivals, Gates
 
 _LOG = logging.getLogger(__name__)
 # 4,608: half of a step of 8,192 tokens, beside 512 rows that decode, as `LLM.generate` starts a batch
 _MIXED_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 2048, 3072, 4096, 4608, 6144, 8192, 12288, 16384)
 _MOST_VERIFIED = 512  # tokens, all of which give logits
 _VERIFY_ROWS = (1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
+_MOST_GATED = 64  # tokens: of a prompt all whole blocks of which are loaded fewer are left
 ANY_LENGTH = 1 << 31  # more than any request has
 _INTS = {2: "<i2", 4: "<i4"}  # by bytes per element
 
@@ -117,8 +119,9 @@ class GraphPool:
     The others are captured when they are first asked for, or when nothing else is to be done.
     """
 
-    def __init__(self, keys: Sequence[GraphKey] = ()) -> None:
-        """`keys`: the shapes to capture."""
+    def __init__(self, keys: Sequence[GraphKey] = (), gates: Gates = NO_GATES) -> None:
+        """`keys`: the shapes to capture. gates: of blocks that arrive while a graph runs."""
+        self.gates = gates
         self._decode = sorted(key for key in keys if key.is_decode and not key.num_drafts)
         self._mixed = sorted(key for key in keys if not key.is_decode and not key.num_drafts)
         self._verify = sorted(key for key in keys if key.num_drafts)
@@ -233,10 +236,21 @@ class GraphPool:
                 return key
         return EAGER
 
-    def replay(self, key: GraphKey) -> torch.Tensor:
-        """Run a captured step. The result holds until the next replay."""
+    def gates_of(self, key: GraphKey) -> Gates:
+        """What layers of a graph pass: of one that is shorter than most loads, behind which a request computes."""
+        is_gated = key.num_tokens <= _MOST_GATED and not key.is_decode and not key.num_drafts
+        return self.gates if is_gated else NO_GATES
+
+    def replay(self, key: GraphKey, arrivals: Arrivals = NO_ARRIVALS) -> torch.Tensor:
+        """Run a captured step, behind what arrives or, where it has gates, beside it. Gives what the next one changes.
+
+        What is issued next runs behind all that arrives.
+        """
         graph, output = self._graphs[key]
+        if not self.gates_of(key):
+            arrivals.before_all()
         graph.replay()
+        arrivals.before_all()
         return output
 
 

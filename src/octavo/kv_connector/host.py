@@ -89,7 +89,7 @@ class Host:
     """See Kind."""
 
     shares_names = False  # but with files behind the memory
-    moves_states = True
+    moves_states = brings = True
 
     def __init__(self, transfer: KVTransferConfig) -> None:
         """See Kind."""

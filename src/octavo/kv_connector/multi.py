@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.config.kv_transfer import EXTRA, LOOKUP_TIMEOUT, Extra, KVTransferConfig, read_kv_transfer, refuse
 from octavo.kv_connector import LATER, Connector, ConnectorStats, Later, SilentConnector, Transfer, TransferResults
 from octavo.kv_connector.orders import EngineSide
-from octavo.kv_connector.table import Kind, make_kind, moves_states, scheduler_half, secret_of, worker_half
+from octavo.kv_connector.table import Kind, brings, make_kind, moves_states, scheduler_half, secret_of, worker_half
 from octavo.request.request import Request
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class Multi:
         self._kinds: list[Kind] = [make_kind(child) for child in self._transfers]
         self.shares_names = any(kind.shares_names for kind in self._kinds)
         self.moves_states = all(moves_states(kind) for kind in self._kinds)
+        self.brings = any(brings(kind) for kind in self._kinds)
         telling = [t.kv_connector for t, kind in zip(self._transfers, self._kinds, strict=True) if _tells(kind)]
         if len(telling) > 1:
             limit = f"{' and '.join(telling)} both answer with kv_transfer_params: only one may"

@@ -82,7 +82,9 @@ class SharedStorage:
             troubles=troubles,
             furnish=lambda: write_secret(self._folder, self._secret),
         )
-        handler, count = FileHandler(cache, files), self._num_threads
+        # one thread reads a page cache at a twentieth of a GPU's bus; steps and others need processors too
+        num_readers = min(8, (os.cpu_count() or 1) // 2)
+        handler, count = FileHandler(cache, files, num_readers), self._num_threads
         return Mover(handler, cache.block_bytes, count, timeout=transfer.timeout, troubles=troubles)
 
 

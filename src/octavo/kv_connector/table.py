@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class Kind(Protocol):
     """One kind of connector, as it is configured: both halves are made of it, each in its process.
 
-    One that moves what layers keep as a state, too, says so by `moves_states = True`.
+    One that moves what layers keep as a state, too, says so by `moves_states = True`; one with loads that a step waits
+    for (`Connector.allocated_now`) by `brings = True`.
     """
 
     shares_names: bool  # names of blocks leave the process
@@ -155,6 +156,11 @@ def worker_half(kind: Kind, transfer: KVTransferConfig, cache: CacheBytes, ident
 def _is_out_of_tree(kind: Kind) -> bool:
     """Whether code that is not Octavo's runs in it: whatever that raises may not end the engine."""
     return not type(kind).__module__.startswith("octavo.") or bool(getattr(kind, "is_out_of_tree", False))
+
+
+def brings(kind: Kind) -> bool:
+    """Whether blocks may arrive while a step runs."""
+    return bool(getattr(kind, "brings", False))
 
 
 def moves_states(kind: Kind) -> bool:

@@ -46,11 +46,10 @@ class Decoder:
         if self._bound is not context.layers:
             self._bind(context.layers)
         if self._whole is not None and not self._is_tapped(context):
-            context.arrivals.before_all()
             return self._whole(x, positions, [table.inputs for table in context.tables], context.logit_tokens)
         residual: torch.Tensor | None = None
         for layer, operators in enumerate(self._operators(context), self._first):
-            context.arrivals.before(layer)
+            context.gates.before(layer)
             context.taps.keep(layer, x, residual)
             for run in operators:
                 x, residual = run(x, residual, context)

@@ -50,7 +50,7 @@ class Model(Loadable, Protocol):
 
     @property
     def waits_by_layer(self) -> bool:
-        """Whether `forward` waits, ahead of each layer, for blocks of it that arrive while the step runs."""
+        """Whether `forward` passes, ahead of each layer, the gate that the context has for it."""
 
     def __init__(self, arch: Arch, dtype: torch.dtype) -> None:
         """`dtype`: of activations, and of weights before packing."""

@@ -23,7 +23,7 @@ from octavo.config.speculative import cheap_tokens
 from octavo.engine import EngineCore
 from octavo.kv_connector import NO_CONNECTOR, Connector
 from octavo.kv_connector.orders import EngineSide
-from octavo.kv_connector.table import Kind, check_groups, make_kind, scheduler_half, secret_of
+from octavo.kv_connector.table import Kind, brings, check_groups, make_kind, scheduler_half, secret_of
 from octavo.observe import Phases
 from octavo.request.fields import FieldSpec
 from octavo.sched.identity import LOCAL, CacheIdentity
@@ -92,7 +92,7 @@ def build_core(
         plan = _plan(arch, facts, executor)
         check_groups(kind, transfer, plan.groups)
         resolved = dataclasses.replace(facts.resolved, max_model_len=plan.limits.max_model_len)
-        executor.call("allocate", plan)
+        executor.call("allocate", plan, brings(kind))
     if facts.compiles_ahead:
         with phases("compile kernels"):
             executor.call("compile")

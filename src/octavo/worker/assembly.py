@@ -30,6 +30,7 @@ from octavo.device.staging import make_queue
 from octavo.grammar.compiler import NO_GRAMMARS, Grammars
 from octavo.model_state.default import DefaultModelState
 from octavo.models.base import Model
+from octavo.ops.arrivals import NO_GATES, Gates, make_gates
 from octavo.ops.placement import Allocate
 from octavo.plan import StepLimits
 from octavo.sampling.sampler import Sampler
@@ -52,10 +53,12 @@ def make_runner(
     grammars: Grammars = NO_GRAMMARS,
     speculator: Speculator = NO_SPECULATOR,
     allocate: Allocate | None = None,
+    *,
+    brings: bool = False,
 ) -> Runner:
     """Allocate the cache and the tables for `model` and the drafter's layers, and wire them to a runner.
 
-    allocate: whose memory the cache's is; None: torch's.
+    allocate: whose memory the cache's is; None: torch's. brings: blocks may arrive while a step runs.
     """
     layer_specs = [*model.layer_specs, *speculator.layer_specs]
     device, limits = torch.device(resolved.device), plan.limits
@@ -96,12 +99,17 @@ def make_runner(
     )
     backends = make_backends(layer_specs, resolved, plan, pool, fields.data)
     state = DefaultModelState(layer_specs, backends, pool, fields, [table.data for table in tables.tables])
-    graphs = GraphPool(_graph_keys(model, resolved, limits, [backend.capability for backend in backends]))
+    keys = _graph_keys(model, resolved, limits, [backend.capability for backend in backends])
+    graphs = GraphPool(keys, _gates(model, device) if brings and keys else NO_GATES)
     prepare, own_tables = state.prepare_drafts, buffers.block_tables
     batches = DraftBatches(tables, requests.tensors, own_tables, limits, prepare, sampler.tables)
     drafter = make_drafter(speculator, batches, model.arch.hidden_size, getattr(torch, resolved.dtype))
     parts = model, state, pool, requests, tables, buffers, sampler, graphs
     return Runner(*parts, writes=queue, drafter=drafter, kept_experts=resolved.kept_experts)
+
+
+def _gates(model: Model, device: torch.device) -> Gates:
+    return make_gates(len(model.layer_specs), device) if model.waits_by_layer else NO_GATES
 
 
 def _make_pool(resolved: Resolved, plan: CachePlan, device: torch.device, allocate: Allocate | None) -> KVCachePool:

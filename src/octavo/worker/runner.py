@@ -26,7 +26,7 @@ from octavo.device.staging import Queue
 from octavo.layers.expert_recorder import ExpertRecorder
 from octavo.model_state.base import ModelState
 from octavo.models.base import Model
-from octavo.ops.arrivals import NO_ARRIVALS, Arrivals
+from octavo.ops.arrivals import NO_ARRIVALS, NO_GATES, Arrivals, Gates
 from octavo.ops.cache_write.zero_blocks import zero_blocks
 from octavo.ops.gemm import load_kernels
 from octavo.ops.inputs import commit_drafts, commit_tokens
@@ -70,7 +70,7 @@ class Runner:
         self._experts = ExpertRecorder(model, kept_experts, buffers.limits.max_num_tokens, buffers.turn.device)
         self.model, self._model_state, self._pool = model, model_state, pool
         self._requests, self._tables, self._buffers, self._sampler = requests, tables, buffers, sampler
-        self._graphs, self._max_model_len = graphs, buffers.limits.max_model_len
+        self._graphs, self.gates, self._max_model_len = graphs, graphs.gates, buffers.limits.max_model_len
         self._lay_out = BatchOrder(requests)
         self._padded: dict[GraphKey, Batch] = {}  # what the graphs read and fill
         self._turn = 0  # which of the two results the last step fills
@@ -223,7 +223,7 @@ class Runner:
         is_plain = decodes and not self._observers and self._sampler.is_plain(work.rows)
         told = self._experts.rows.intersection(work.rows.tolist()) if self._experts.rows else ()
         every = scores or (self._taps_last and not decodes) or (bool(told) and not work.is_decode)
-        key = EAGER if every or self._arrivals else self._graphs.dispatch(work, needs_logits=not is_plain)
+        key = EAGER if every else self._graphs.dispatch(work, needs_logits=not is_plain)
         self._buffers.stage(work, *((work.num_rows, work.num_logit_tokens) if key is EAGER else key.size))
         self._bring()
         if not self._graphs.has(key, self._record):  # nothing is staged any more that a capture would launch
@@ -232,14 +232,14 @@ class Runner:
         prompt_logprobs: dict[int, list[GroupLogprobs]] = {}
         proposed = key.is_decode and key.num_drafts > 0 and self._drafter.captures
         if key.is_decode:
-            output = self._graphs.replay(key)
+            output = self._graphs.replay(key, self._arrivals)
             drawn = NOTHING_TOLD if is_plain else self._sample_again(work, output)
         else:
             if key is EAGER:
                 batch = self._view(work, every=every)
                 hidden = self._forward(batch, for_capture=False)
             else:
-                batch, hidden = self._batch_of(key), self._graphs.replay(key)
+                batch, hidden = self._batch_of(key), self._graphs.replay(key, self._arrivals)
             if scores:
                 prompt_logprobs = self._prompts.collect(work, hidden)
             drawn = self._sample(work, batch, hidden)
@@ -353,7 +353,8 @@ class Runner:
         ForwardContext.
         """
         batch = self._batch_of(key)
-        hidden = self._forward(batch, for_capture=True, warmup_only=warmup_only)
+        gates = self._graphs.gates_of(key)
+        hidden = self._forward(batch, for_capture=True, warmup_only=warmup_only, gates=gates)
         if not key.is_decode:
             return hidden
         if key.num_drafts:
@@ -396,16 +397,15 @@ class Runner:
         self._buffers.gather(batch)
         return self._model_state.prepare(batch, for_capture=for_capture)
 
-    def _forward(self, batch: Batch, *, for_capture: bool, warmup_only: bool = False) -> torch.Tensor:
+    def _forward(
+        self, batch: Batch, *, for_capture: bool, warmup_only: bool = False, gates: Gates = NO_GATES
+    ) -> torch.Tensor:
+        if not for_capture:
+            self._arrivals.before_all()
         context = self._prepare(batch, for_capture=for_capture)
-        context.warmup_only, context.taps = warmup_only, self._drafter.taps
-        if self._arrivals and not for_capture:
-            context.arrivals = self._arrivals
-            if not self.model.waits_by_layer:
-                context.arrivals.before_all()
+        context.warmup_only, context.taps, context.gates = warmup_only, self._drafter.taps, gates
         with forward_context(context):
             hidden = self.model.forward(batch.input_ids, batch.positions)
-        context.arrivals.before_all()  # a drafter reads blocks of its own layers
         if self._taps_last:
             self._drafter.taps.keep(self.model.arch.num_layers, hidden)
         return hidden

@@ -125,15 +125,19 @@ class Worker:
         """What the attention backends keep for themselves with such tables."""
         return buffer_bytes(self._resolved, tables)
 
-    def allocate(self, plan: CachePlan) -> None:
-        """Allocate the cache and the tables, and be ready for steps. Raises ConfigError for what does not fit."""
+    def allocate(self, plan: CachePlan, brings: bool = False) -> None:
+        """Allocate the cache and the tables, and be ready for steps. Raises ConfigError for what does not fit.
+
+        brings: of the connector, see Kind.
+        """
         resolved = self._resolved = dataclasses.replace(self._resolved, max_model_len=plan.limits.max_model_len)
         change = "lower it, or max_num_seqs"
         with room(resolved, "the cache and the tables", sized_by(resolved), change), self._operators:
             models.try_mods(self._model, self._mods, resolved)
             grammars = grammars_of(self._config, self._folder, self._arch)
             cache = self._memory.allocator(CACHE)
-            self._runner = make_runner(self._model, resolved, plan, grammars, self._speculator, cache)
+            parts = self._model, resolved, plan, grammars, self._speculator, cache
+            self._runner = make_runner(*parts, brings=brings)
         rescale = functools.partial(calibrate_kv_scales, self._model, resolved, plan)
         receiver = WeightReceiver(self._model, resolved, self._config.weight_transfer_config, rescale=rescale)
         self._plan, self._calls = plan, Calls(self._runner, receiver, self._memory)
@@ -155,7 +159,13 @@ class Worker:
         description = describe(plan.groups, plan.tables, plan.layout, block_bytes=size, itemsize=itemsize, facts=facts)
         views, free_bytes = runner.cache_views, probe.memory_bytes()[0]
         cache = CacheBytes(
-            runner.cache_blocks, free_bytes, views, description=description, moves=moves, computes=runner.computes
+            runner.cache_blocks,
+            free_bytes,
+            views,
+            description=description,
+            moves=moves,
+            computes=runner.computes,
+            gates=runner.gates,
         )
         self._connector = worker_half(make_kind(transfer), transfer, cache, identity)
 

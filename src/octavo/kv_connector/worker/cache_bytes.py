@@ -8,25 +8,22 @@ return the bytes are there, for every later step too; neither touches another bl
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescription
-from octavo.ops.arrivals import NO_ARRIVALS, Arrivals
+from octavo.ops.arrivals import NO_ARRIVALS, NO_GATES, Arrivals, Gates
 from octavo.ops.copying import can_copy_pieces, copy_pieces, to_device
 from octavo.ops.windows import Windows
 
 _LEAST_PIECE = 128 << 10  # bytes: smaller ones take a copy engine longer than the bus
-_WINDOW_BYTES = 32 << 20  # that one call of the driver orders: no step can launch meanwhile
-_MAX_WINDOWS = (
-    3  # under way: as long as steps may keep a thread from the interpreter, and no more than leaves them room
-)
-# of the bus's rate, beside steps: what comes is written to the memory that they read
-_SHARE_TO_CACHE, _SHARE_FROM_CACHE = 0.88, 1.0
-_LAYER_BYTES = 16 << 20  # that one call orders where layers wait, each for its own
+_WINDOW_BYTES = 64 << 20  # that one call of the driver orders: no step can launch meanwhile
+_MAX_WINDOWS = 3  # under way: for as long as steps may keep a thread waiting, and leaving them room for their launches
+# of the bus's rate, beside steps: what comes is written to the memory that they read, and what goes is read from it
+_SHARE_TO_CACHE, _SHARE_FROM_CACHE = 0.88, 0.92
 _STAGING_BYTES = 64 << 20  # of a direction: what is gathered on a GPU before it goes over the bus
 
 
@@ -42,15 +39,16 @@ class CacheBytes:
         description: CacheDescription = NO_DESCRIPTION,
         moves: bool = False,
         computes: Callable[[], bool] = bool,
+        gates: Gates = NO_GATES,
     ) -> None:
         """data: uint8 [pages, num_blocks, bytes of a page], as `KVCachePool.data`. free_bytes: of the host's memory.
 
         views: the same by layers, as attention sees them, [kernel blocks, heads, tokens, channels]. description: what
         another engine is told of it. moves: the memory behind these addresses may go, and other may come. computes:
-        whether steps run on the device at this moment.
+        whether steps run on the device at this moment. gates: of the steps' graphs, which a load opens one by one.
         """
         self.data, self.free_bytes, self.views, self.moves = data, free_bytes, views, moves
-        self.description = description
+        self.description, self._gates = description, gates
         self.device = data.device
         self.num_pages, self.num_blocks, self.page_bytes = data.shape
         self.block_bytes = self.num_pages * self.page_bytes
@@ -91,14 +89,14 @@ class CacheBytes:
                 self.data[:, block].copy_(row.view(self.num_pages, self.page_bytes))
 
     def bring(self, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> Arrivals | None:
-        """As `write`, and behind what every step before has issued; layers of the next step wait, and nobody else does.
+        """As `write`, with all steps done; the next step waits, and nobody else does. Pages come by layers.
 
         None, and nothing is done: it is not to be had without a wait. An error leaves no copy under way.
         """
         if not self._lanes:
             self.write(blocks, rows)
             return NO_ARRIVALS
-        return self._lanes[True].bring(blocks, rows, self._page_of_layer())
+        return self._lanes[True].bring(blocks, rows, self._gates.in_turn(self._page_of_layer()))
 
     def _page_of_layer(self) -> list[int]:
         """Of each layer the page of a block that has its bytes; a layer that keeps none has any."""
@@ -177,28 +175,28 @@ class _Lane:
             self._windows.ordered(event, num_bytes)
 
     def bring(
-        self, blocks: Sequence[int], rows: Sequence[torch.Tensor], page_of_layer: Sequence[int]
+        self, blocks: Sequence[int], rows: Sequence[torch.Tensor], gates: Iterable[tuple[int, torch.cuda.Event]]
     ) -> Arrivals | None:
-        """See CacheBytes. Pages go over the bus in the order of layers, all of them at once."""
+        """See CacheBytes. All at once: each gate's pages, and its event behind them."""
         if not self._is_direct or not self._lock.acquire(blocking=False):
             return None
         try:
             with torch.cuda.device(self._device):
-                begun = torch.cuda.Event(enable_timing=True)
+                begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begun.record(self._stream)
                 own, other = (addresses.T for addresses in self._pieces.of(blocks, rows))  # [pages, blocks]
-                size, events = self._pieces.num_bytes, list[torch.cuda.Event]()
-                count = max(_LAYER_BYTES // (size * len(blocks)), 1)  # pages
+                size, start = self._pieces.num_bytes, 0
                 try:
-                    for start in range(0, len(own), count):
-                        part = slice(start, start + count)
-                        copy_pieces(own[part].reshape(-1), other[part].reshape(-1), size, self._stream.cuda_stream)
-                        events.append(torch.cuda.Event(enable_timing=start + count >= len(own)))
-                        events[-1].record(self._stream)
+                    for stop, event in (*gates, (len(own), done)):
+                        if start < stop:
+                            part = slice(start, stop)
+                            copy_pieces(own[part].reshape(-1), other[part].reshape(-1), size, self._stream.cuda_stream)
+                            start = stop
+                        event.record(self._stream)
                 except BaseException:
                     self._stream.synchronize()
                     raise
-            return Arrivals(begun, events, [page // count for page in page_of_layer])
+            return Arrivals(begun, done)
         finally:
             self._lock.release()
 
