@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 import gpu_states_rig  # noqa: E402
 import state_rig as rig  # noqa: E402
 from interpreted import run_rig  # noqa: E402
-from octavo.ops.compile import nvrtc  # noqa: E402
+from octavo.ops.compile import launch, nvrtc  # noqa: E402
 from octavo.ops.scan import delta_prompts, delta_step, mamba2_decode_gpu  # noqa: E402
 from octavo.states import gpu  # noqa: E402
 from octavo.states.gpu import GpuStates  # noqa: E402
@@ -116,6 +116,7 @@ def _compiled(
     )
     monkeypatch.setattr(driver, "_active", no_device)
     monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(launch, "_has_pdl", lambda device: True)
     case = rig.CASES[name](dtype, *sizes)
     rows = rig.Rows(case, GpuStates(), rig.draw_all(case, [sum(counts)]), block_size=64)
     for count in counts:
