@@ -54,9 +54,15 @@ STEPS = 8  # that are profiled
 TURNS = 6  # of one row's product in a graph, one behind the other
 # (channels, warps, programs, stages, k of a part), beside the tile in use.
 TILES = (
-    (64, 4, 264, 6, 128), (32, 2, 264, 12, 128), (32, 2, 396, 8, 128), (32, 2, 396, 4, 128), (32, 2, 528, 5, 128),
-    (16, 1, 528, 12, 128), (16, 1, 256, 8, 256), (64, 4, 132, 6, 256),
-)  # fmt: skip
+    (64, 4, 264, 6, 128),
+    (32, 2, 264, 12, 128),
+    (32, 2, 396, 8, 128),
+    (32, 2, 396, 4, 128),
+    (32, 2, 528, 5, 128),
+    (16, 1, 528, 12, 128),
+    (16, 1, 256, 8, 256),
+    (64, 4, 132, 6, 256),
+)
 
 
 def graph_us(run: Callable[[], object], turns: int = 1) -> float:
@@ -156,7 +162,7 @@ class Products:
         return f"{text}; us: {old:.1f} ({plain:.1f} of it the product), {new:.1f} in one, limit {limit:.1f}"
 
 
-def one_row(name: str) -> str:
+def gemv_of(name: str) -> str:
     """Of a product of one row: its microseconds by tiles, with what the bytes take."""
     from octavo.ops.gemm import gemv
 
@@ -299,7 +305,7 @@ def main() -> None:
         for rows in (2,) if DRY else (1, 8, 16, 64, 256, 512):
             attempt(f"decoding, {rows} rows", decoding, rows, 70 if DRY else 160)
     for name in ONE_ROW if "rows" in sys.argv else ():
-        attempt(f"one row, {name}", one_row, name)
+        attempt(f"one row, {name}", gemv_of, name)
     state_dtype = "bfloat16" if "bfloat16" in sys.argv else "float32"
     workloads = WORKLOADS[-1:] if state_dtype == "bfloat16" else WORKLOADS
     if "both" in sys.argv:
