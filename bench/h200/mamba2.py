@@ -1,10 +1,11 @@
-"""The shape `mamba2` on a GPU, new ways beside old: `python bench/h200/mamba2.py kernels|engine|both [bfloat16]`.
+"""The shape `mamba2` on a GPU, new ways beside old: `python bench/h200/mamba2.py kernels|rows|engine|both [...]`.
 
-kernels: bits and microseconds of products between two mixers and of decoding, by how many programs share a row's heads.
-engine: tokens a second of single, decode64, decode512 and prefill on one engine, with states in float32 or bfloat16;
-`both`: on a second engine too, whose products have no norm, activation or sum with them, and whose Mamba-2 decodes
-eight heads a program behind a convolution apart. --dry: the kernels' part with tiny shapes on a CPU, with
-TRITON_INTERPRET=1, whose times say nothing. A table is last.
+kernels: bits and microseconds of products between two mixers, in turns, and of decoding, by how many programs share a
+row's heads. rows: of one row's products, by tiles of `octavo.ops.gemm.gemv`, for the shapes mamba2, 8b and 0.6b.
+engine: tokens a second of single, decode64, prefill and decode512 on one engine; `engine bfloat16`: of decode512, with
+states in bfloat16; `profile`: then kernels of decoding and of prompts, by the profiler. both: on a second engine too,
+whose products have no norm, activation or sum with them, and whose Mamba-2 decodes eight heads a program. --dry: the
+kernels' part with tiny shapes on a CPU, with TRITON_INTERPRET=1, whose times say nothing. A table is last.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 from unittest import mock
 
 import torch
 
 import states
-from octavo.ops.activation import activate
+from octavo.bench import gpu_engine
+from octavo.llm import LLM
+from octavo.ops.activation import GATED_KINDS, activate
 from octavo.ops.gemm import LinearWeight, linear, pack_linear
 from octavo.ops.gemm.fused import activated_linear, linear_add_at_once, normed_linear
 from octavo.ops.norm import add_rms_norm
@@ -30,6 +34,35 @@ HIDDEN, INNER, PROJECTED, MIXED = (64, 192, 128, 64) if DRY else (4096, 21504, 1
 ROWS = (1, 3, 8) if DRY else (1, 2, 4, 8, 64, 256, 512, 8192)
 SHAPE = "tiny-hybrid" if DRY else "mamba2"
 WORKLOADS = ("single",) if DRY else ("single", "decode64", "prefill", "decode512")
+# Of one row's products: N, K, with a norm ahead, activation, results in float32 (of a head); else a sum is behind.
+ONE_ROW: dict[str, tuple[int, int, bool, str | None, bool]] = {
+    "mamba2 project": (18560, 4096, True, None, False),
+    "mamba2 up": (21504, 4096, True, "relu2", False),
+    "mamba2 down": (4096, 21504, False, None, False),
+    "mamba2 out": (4096, 8192, False, None, False),
+    "mamba2 head": (131072, 4096, True, None, True),
+    "8b qkv": (6144, 4096, True, None, False),
+    "8b o": (4096, 4096, False, None, False),
+    "8b gates and ups": (24576, 4096, True, "silu", False),
+    "8b down": (4096, 12288, False, None, False),
+    "0.6b qkv": (4096, 1024, True, None, False),
+    "0.6b gates and ups": (6144, 1024, True, "silu", False),
+    "0.6b down": (1024, 3072, False, None, False),
+    "0.6b head": (151936, 1024, True, None, True),
+}
+STEPS = 8  # that are profiled
+TURNS = 6  # of one row's product in a graph, one behind the other
+# (channels, warps, programs, stages, k of a part), beside the tile in use.
+TILES = (
+    (64, 4, 264, 6, 128),
+    (32, 2, 264, 12, 128),
+    (32, 2, 396, 8, 128),
+    (32, 2, 396, 4, 128),
+    (32, 2, 528, 5, 128),
+    (16, 1, 528, 12, 128),
+    (16, 1, 256, 8, 256),
+    (64, 4, 132, 6, 256),
+)
 
 
 def graph_us(run: Callable[[], object], turns: int = 1) -> float:
@@ -54,6 +87,12 @@ def graph_us(run: Callable[[], object], turns: int = 1) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end) * 1e3 / 3 / turns)
     return statistics.median(times)
+
+
+def in_turns(*runs: Callable[[], object]) -> list[float]:
+    """Microseconds of each, the least of three turns: a GPU's clocks fall while it multiplies."""
+    times = [[graph_us(run) for run in runs] for _ in range(1 if DRY else 3)]
+    return [min(each) for each in zip(*times, strict=True)]
 
 
 class Products:
@@ -104,7 +143,7 @@ class Products:
         self.first = self.first or found
         if is_same([each[: len(kept)] for each, kept in zip(found, self.first, strict=True)], self.first):
             text += "ROWS DIFFER FROM FEWER; "
-        old, new = graph_us(lambda: self.old(rows)), graph_us(lambda: self.new(rows))
+        old, new = in_turns(lambda: self.old(rows), lambda: self.new(rows))
         weights = sum(each.n * each.k for each in (self.out, self.up, self.down, self.project))
         limit = max(2 * weights / COPY, 2 * weights * rows / PRODUCTS)
         return f"{text}us: old {old:7.1f}, new {new:7.1f}, limit {limit:7.1f}"
@@ -112,84 +151,91 @@ class Products:
     def squared(self, rows: int) -> str:
         """The product with its squared ReLU alone, apart and in one."""
         x = self.stream[:rows]
-        old = graph_us(lambda: activate(linear(x, self.up), "relu2"))
-        plain, new = graph_us(lambda: linear(x, self.up)), graph_us(lambda: activated_linear(x, self.up, "relu2"))
+        old, plain, new = in_turns(
+            lambda: activate(linear(x, self.up), "relu2"),
+            lambda: linear(x, self.up),
+            lambda: activated_linear(x, self.up, "relu2"),
+        )
         same = torch.equal(activate(linear(x, self.up), "relu2"), activated_linear(x, self.up, "relu2"))
         limit = max(2 * INNER * HIDDEN / COPY, 2 * INNER * HIDDEN * rows / PRODUCTS)
         text = "same bits" if same else "OTHER BITS"
         return f"{text}; us: {old:.1f} ({plain:.1f} of it the product), {new:.1f} in one, limit {limit:.1f}"
 
-    def gemv_tiles(self, weight: LinearWeight, activation: str | None) -> str:
-        """Of one row by a norm and a large weight: tiles of `octavo.ops.gemm.gemv`."""
-        from octavo.ops.gemm import gemv
 
-        x, found = self.stream[:1], []
-        expected = normed_linear(x, self.norm, EPS, weight, activation=activation)
-        chosen = None if DRY else gemv.tile_for(weight.n, weight.k, True, False, 132)
-        for tile in (
-            chosen,
-            gemv.Tile(32, 2, 264, 6, 256),
-            gemv.Tile(32, 2, 264, 12, 128),
-            gemv.Tile(64, 4, 132, 6, 128),
-            gemv.Tile(32, 2, 396, 8, 128),
-        ):
-            with mock.patch.object(gemv, "tile_for", lambda *_, tile=tile: tile):
-                with contextlib.suppress(Exception):  # it needs more shared memory than there is
-                    us = graph_us(lambda: normed_linear(x, self.norm, EPS, weight, activation=activation))
-                    same = torch.equal(normed_linear(x, self.norm, EPS, weight, activation=activation), expected)
-                    found.append(f"{tile and (tile.channels, tile.programs, tile.stages, tile.part)} {us:.1f}")
-                    found[-1] += "" if same else " OTHER BITS"
-        return f"us: {', '.join(found)}; bytes {2 * weight.n * weight.k / COPY:.1f}"
+def gemv_of(name: str) -> str:
+    """Of a product of one row: its microseconds by tiles, with what the bytes take."""
+    from octavo.ops.gemm import gemv
 
+    n, k, is_normed, activation, is_head = ONE_ROW[name]
+    sides = 2 if activation in GATED_KINDS else 1
+    torch.manual_seed(2)
+    weight = (torch.randn(n, k, device=DEVICE, dtype=BF16) * k**-0.5).contiguous()
+    x, norm = torch.randn(1, k, device=DEVICE, dtype=BF16), torch.rand(k, device=DEVICE) + 0.5
+    residual = None if is_normed else torch.randn(1, n, device=DEVICE, dtype=BF16)
+    out = torch.empty(1, n // sides, device=DEVICE, dtype=F32 if is_head else BF16)
+    options: dict[str, Any] = {"norm": norm if is_normed else None, "eps": EPS, "residual": residual}
 
-def cuts(dtype: torch.dtype) -> str:
-    """A convolution and Mamba-2 over prompts, cut anyhow, and where rows decode."""
-    import state_rig
+    def run() -> None:
+        for _ in range(TURNS):
+            gemv.product(x, weight, out, activation=activation, **options)
 
-    case, spec = state_rig.convolved_mamba2(dtype, states.sizes_of("mamba2"), device=DEVICE)
-    return states.bits_of(case, spec, dtype)
+    found, expected, own = list[str](), list[torch.Tensor](), gemv.tile_for(n, k, is_normed, sides == 2, 132, is_head)
+    tiles = [] if own is None else [own]
+    for channels, warps, programs, stages, part in TILES:
+        groups, left = divmod(n // sides, channels)
+        if not left and stages <= k // part + 1:
+            tiles.append(gemv.Tile(channels, warps, min(programs, groups), stages, part))
+    for tile in dict.fromkeys(tiles):
+        with mock.patch.object(gemv, "tile_for", lambda *_, tile=tile: tile):
+            with contextlib.suppress(Exception):  # it needs more shared memory than there is
+                us = graph_us(run, TURNS)
+                text = f"{tile.channels}x{tile.programs}x{tile.stages}x{tile.part} {us:.1f}"
+                expected = expected or [out.clone()]
+                found.append(text + is_same([out], expected))
+    return f"us: {', '.join(found)}; bytes {2 * n * k / COPY:.1f}"
 
 
 def decoding(num_rows: int, computed: int) -> str:
-    """Microseconds and bits of a convolution and Mamba-2, apart and in one, by programs that share a row's heads."""
-    import state_rig
+    """Microseconds and bits of decoding behind a convolution, by programs of a row and heads asked for early."""
     from octavo.states import gpu
 
-    sizes = states.sizes_of("mamba2")
-    heads, found, expected = sizes[0], list[str](), list[torch.Tensor]()
+    heads, found, expected = states.sizes_of("mamba2")[0], list[str](), list[torch.Tensor]()
     chosen = gpu.programs_of(heads, num_rows)
-    counts = [heads if num_rows < 16 else 16, chosen, *(count for count in (2, 3, 4, 6, 8, 12, 24, heads))]
-    torch.manual_seed(1)
-    case, spec = state_rig.convolved_mamba2(BF16, sizes, device=DEVICE)
-    apart, _ = state_rig.convolved_mamba2(BF16, sizes, device=DEVICE, apart=True)
-    run, rows = states.operator_of(case, spec, [1] * num_rows, computed)
+    convolve, kept_alive = states.operator("conv", [1] * num_rows, computed)
+    scan, rows = states.operator("mamba2", [1] * num_rows, computed)
+
+    def run() -> object:
+        convolve()
+        return scan()
+
     for name, store in zip(rows.own.input_names, rows.own.kept_inputs, strict=True):
         kept = store.data.normal_()
         if name in ("decay", "dt"):
             kept.abs_().mul_(-0.1 if name == "decay" else 0.1)
     for store in rows.own.states:
         store.data.normal_()
-    for count in dict.fromkeys(counts):
-        if count > heads or (not DRY and (num_rows * heads / count > 24 * 1024 or num_rows * count > 8192)):
+    own = gpu._DECODE_EARLY
+    others = [(count, own) for count in ((1, 2) if DRY else (3, 6, 8, 16, 24, heads))]
+    for count, early in dict.fromkeys([*((chosen, early) for early in (own, 0, 1, 2, 4)), *others]):
+        if not DRY and (num_rows * heads / count > 24 * 1024 or num_rows * count > 8192):
             continue
-        with mock.patch.object(gpu, "programs_of", lambda *_, count=count: count):
-            text = f"{count}:"
-            for ahead in (True, False):
-                rows.case = apart if ahead else case
-                us, result = graph_us(run), run()
-                assert isinstance(result, torch.Tensor)
-                made = [result, rows.pool.buffer]
-                expected = expected or [each.clone() for each in made]
-                text += f"{'' if ahead else ','} {us:.1f}" + is_same(made, expected)
-            found.append(text)
-    return f"chosen {chosen}; programs: us apart, in one; {'; '.join(found)}"
+        with (
+            mock.patch.object(gpu, "programs_of", lambda *_, count=count: count),
+            mock.patch.object(gpu, "_DECODE_EARLY", early),
+        ):
+            us, result = graph_us(run), run()
+            assert isinstance(result, torch.Tensor)
+            made = [result, rows.pool.buffer]
+            expected = expected or [each.clone() for each in made]
+            found.append(f"{count}/{early} {us:.1f}" + is_same(made, expected))
+    del kept_alive
+    return f"us by programs / early heads: {', '.join(found)}"
 
 
 @contextlib.contextmanager
 def before() -> Iterator[None]:
     """Layers run as they did: a product by itself, no token left out of the last layer, eight heads a program."""
     from octavo.layers import fusions, mlp
-    from octavo.layers.recurrent import Mamba2Scan
     from octavo.states import gpu
 
     def eight_heads(num_heads: int, num_rows: int) -> int:
@@ -201,14 +247,31 @@ def before() -> Iterator[None]:
         mock.patch.object(fusions.LayerLines, "mixes_no_tokens", False),
         mock.patch.object(mlp, "activated_linear", lambda x, weight, kind: activate(linear(x, weight), kind)),
         mock.patch.object(gpu, "programs_of", eight_heads),
-        mock.patch.object(Mamba2Scan, "mix_behind", lambda self, conv, xbc, dt: self.mix(conv.mix(xbc), dt)),
     ):
         yield
 
 
-def engine(state_dtype: str) -> str:
+def profile_decode(run: gpu_engine.Run, llm: LLM, num_rows: int) -> None:
+    """Print the kernels of a decode step of requests of about 500 tokens."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from octavo.bench import gpu_profile
+
+    with gpu_engine._decoding(llm, num_rows) as lengths:
+        began = time.perf_counter()
+        with profile(activities=[ProfilerActivity.CPU if DRY else ProfilerActivity.CUDA]) as profiler:
+            for _ in range(STEPS):
+                llm.engine.step()
+            if not DRY:
+                torch.cuda.synchronize()
+        us = (time.perf_counter() - began) * 1e6 / STEPS
+    print(f"decode of {num_rows} rows: {us:.0f} us a step, under the profiler")
+    work = gpu_profile.least_work(run.facts, gpu_profile.decode_load([n + STEPS // 2 for n in lengths]))
+    gpu_engine._families(profiler, STEPS, work, COPY * 1e6, PRODUCTS * 1e6)
+
+
+def engine(state_dtype: str, workloads: Sequence[str]) -> str:
     """Tokens a second of the workloads."""
-    from octavo.bench import gpu_engine
     from octavo.bench.engine import dummy_model
     from octavo.bench.shapes import SHAPES
 
@@ -218,10 +281,14 @@ def engine(state_dtype: str) -> str:
     with run.engine() as llm:
         llm.engine.capture_rest()
         started = time.time() - began
-        for name in WORKLOADS:
+        for name in workloads:
             record = gpu_engine._timed(run, llm, name, COPY * 1e6, PRODUCTS * 1e6)
             found.append(f"{name} {record['value']:.1f}")
-            print(f"{name}: {record}", flush=True)
+        if "profile" in sys.argv:
+            for rows in (1,) if DRY else (1, 64, 512):
+                profile_decode(run, llm, rows)
+            if not DRY:
+                gpu_engine._profile_prefill(run, llm, COPY * 1e6, PRODUCTS * 1e6)
     return f"{', '.join(found)} tokens/s; start and graphs {started:.0f} s, all {time.time() - began:.0f} s"
 
 
@@ -231,20 +298,21 @@ def main() -> None:
         products = Products()
         for rows in ROWS:
             attempt(f"products of {rows} rows", products.compare, rows)
-        for rows in (8,) if DRY else (5, 64, 128, 256, 320, 400, 512, 1024, 2048, 8192):
+        for rows in (8,) if DRY else (64, 320, 400, 1024, 8192):
             attempt(f"squared, {rows} rows", products.squared, rows)
-        attempt("one row, up", products.gemv_tiles, products.up, "relu2")
-        attempt("one row, project", products.gemv_tiles, products.project, None)
         del products
-        attempt("bits over cuts", cuts, F32 if DRY else BF16)
-        for rows in (2,) if DRY else (1, 4, 8, 16, 64, 128, 256, 512):
+        attempt("bits over cuts", states.bits, "mamba2", F32 if DRY else BF16)
+        for rows in (2,) if DRY else (1, 8, 16, 64, 256, 512):
             attempt(f"decoding, {rows} rows", decoding, rows, 70 if DRY else 160)
+    for name in ONE_ROW if "rows" in sys.argv else ():
+        attempt(f"one row, {name}", gemv_of, name)
     state_dtype = "bfloat16" if "bfloat16" in sys.argv else "float32"
+    workloads = WORKLOADS[-1:] if state_dtype == "bfloat16" else WORKLOADS
     if "both" in sys.argv:
         with before():
-            attempt("before", engine, state_dtype)
+            attempt("before", engine, state_dtype, workloads)
     if "both" in sys.argv or "engine" in sys.argv:
-        attempt(f"now, states in {state_dtype}", engine, state_dtype)
+        attempt(f"now, states in {state_dtype}", engine, state_dtype, workloads)
     show_table()
 
 

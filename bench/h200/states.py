@@ -74,26 +74,19 @@ def accuracy(name: str, dtype: torch.dtype) -> str:
 def bits(name: str, dtype: torch.dtype) -> str:
     """Rows alone in one step, and the same rows cut anyhow, beside others, with rejected tokens behind."""
     import gpu_states_rig
-
-    case = gpu_states_rig.MAKERS[name](dtype, *sizes_of(name))
-    gpu_states_rig.move(case, DEVICE)
-    return bits_of(case, None, dtype)
-
-
-def bits_of(case: Any, spec: Any, dtype: torch.dtype) -> str:
-    """`bits`, of a case that keeps what `spec` says; None: what its part does."""
     import state_rig
     from octavo.states.gpu import GpuStates
 
+    case = gpu_states_rig.MAKERS[name](dtype, *sizes_of(name))
+    gpu_states_rig.move(case, DEVICE)
     lengths = (70, 33) if DRY else (130, 200, 64, 65, 15)
     drawn, backend = state_rig.draw_all(case, lengths), GpuStates()
-    expected = state_rig.alone(case, backend, drawn, device=DEVICE, block_size=64, spec=spec)
+    expected = state_rig.alone(case, backend, drawn, device=DEVICE, block_size=64)
     bad = count = 0
     cuts = ((7, 3, 64),) if DRY else ((1, 0, 64), (7, 3, 64), (64, 0, 64), (100, 2, 16 if dtype is BF16 else 64))
     for largest, spoilt, block_size in cuts:
         rng = random.Random(largest)
-        options: dict[str, Any] = {"device": DEVICE, "block_size": block_size, "seed": largest, "spec": spec}
-        rows = state_rig.Rows(case, backend, drawn, **options)
+        rows = state_rig.Rows(case, backend, drawn, device=DEVICE, block_size=block_size, seed=largest)
         for row in range(len(lengths)) if largest == 1 else ():
             rows.keep_one_state(row)
         while left := [row for row, length in enumerate(lengths) if rows.computed[row] < length]:
@@ -105,7 +98,7 @@ def bits_of(case: Any, spec: Any, dtype: torch.dtype) -> str:
             wrong = (found != own).any(1).nonzero().flatten().tolist()
             bad, count = bad + len(wrong), count + len(own)
             if wrong:
-                print(case.name, dtype, f"steps of {largest}, row {row} of {len(own)}: differs at {wrong[:20]}")
+                print(name, dtype, f"steps of {largest}, row {row} of {len(own)}: differs at {wrong[:20]}")
     return f"{bad} of {count} results differ"
 
 
@@ -117,23 +110,15 @@ def operator(
     keeps: the states at all borders that the step passes, or none.
     """
     import gpu_states_rig
-
-    case = gpu_states_rig.MAKERS[name](BF16, *sizes_of(name))
-    gpu_states_rig.move(case, DEVICE)
-    return operator_of(case, None, counts, computed, keeps=keeps)
-
-
-def operator_of(
-    case: Any, spec: Any, counts: Sequence[int], computed: int, *, keeps: bool = True
-) -> tuple[Callable[[], object], Any]:
-    """`operator`, of a case that keeps what `spec` says; None: what its part does."""
     import state_rig
     from octavo.states.base import StateInputs
     from octavo.states.gpu import GpuStates
 
+    case = gpu_states_rig.MAKERS[name](BF16, *sizes_of(name))
+    gpu_states_rig.move(case, DEVICE)
     one = [each[:1] for each in case.draw(torch.Generator().manual_seed(0), 1)]
     drawn = [tuple(each.expand(computed + counts[0], *each.shape[1:]) for each in one)] * len(counts)
-    rows = state_rig.Rows(case, GpuStates(), drawn, spec=spec, device=DEVICE, block_size=64)
+    rows = state_rig.Rows(case, GpuStates(), drawn, device=DEVICE, block_size=64)
     rows.pool.buffer.zero_()
     if not keeps:
         rows.own.state_table.zero_()
@@ -149,7 +134,7 @@ def operator_of(
         )
     )
     given = [torch.randn(sum(counts), *each.shape[1:], device=DEVICE).to(each.dtype) for each in one]
-    return lambda: rows.case.run(rows.backend, rows.own, given), rows
+    return lambda: case.run(rows.backend, rows.own, given), rows
 
 
 def timed(name: str, counts: Sequence[int], computed: int, *, keeps: bool = True) -> tuple[float, dict[str, float]]:

@@ -88,8 +88,6 @@ def _states(name: str, sizes: tuple[int, ...]) -> None:
         gpu_states_rig.check_results("cuda", name, dtype, (1, 17, 70, 130), 40, sizes)
         if name in ("conv", "delta", "mamba2"):
             gpu_states_rig.check_decoding("cuda", name, dtype, sizes)
-        if name == "mamba2":
-            gpu_states_rig.convolution_in_mamba2("cuda", dtype, sizes)
 
 
 def _deltas() -> None:

@@ -145,7 +145,12 @@ def test_fused_products_of_model_shapes(n: int, k: int) -> None:
 def test_a_row_alone_has_kernels_of_its_own() -> None:
     x, two = torch.empty(1, 12289, dtype=BF16, device="cuda"), torch.empty(2, 12289, dtype=BF16, device="cuda")
     whole = ((4096, 1024, None, True), (6144, 1024, "silu", True), (1024, 2048, None, False), (1024, 3072, None, False))
-    streamed = ((6144, 4096, None, True), (24576, 4096, "silu", True), (4096, 4096, None, False))
+    streamed = (
+        (6144, 4096, None, True),
+        (18560, 4096, None, True),
+        (24576, 4096, "silu", True),
+        (4096, 4096, None, False),
+    )
     cases = (*whole, *streamed, (4096, 12288, None, False))
     for n, k, activation, normed in cases:
         weight = torch.empty(n, k, dtype=BF16, device="cuda")

@@ -114,6 +114,9 @@ def test_many_rows_of_gates_walk_where_the_processors_are_busy() -> None:
         tile = tile_for(rows, n, k, gated=True)
         assert (None if tile is None else tile.rows) == width, (n, rows)
     assert tile_for(8192, 24576, 4096, gated=False) is None, "the library is as fast"
+    squared = cluster_gemm._Kind(BF16, "relu2")
+    assert squared.tile_for(320, 21504, 4096) and squared.tile_for(8192, 21504, 4096) in cluster_gemm.WALKED
+    assert squared.tile_for(400, 21504, 4096) is None, "the library is faster"
     assert tile_for(8192, 24576, 448, gated=True) is None, "a walk's steps are too few"
 
 

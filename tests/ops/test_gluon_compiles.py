@@ -207,6 +207,13 @@ def test_one_row_normed(compiled: list[Any], n: int, k: int, activation: str | N
     )
 
 
+def test_three_programs_of_a_row_fill_a_processor(compiled: list[Any]) -> None:
+    """Nemotron-H's first product of Mamba-2."""
+    x, out = torch.zeros(1, 4096, dtype=BF16), torch.zeros(1, 18560, dtype=BF16)
+    gemv.product(x, torch.zeros(18560, 4096, dtype=BF16), out, norm=torch.ones(4096), eps=1e-6)
+    assert 3 * (compiled[0].metadata.shared + 1024) <= SHARED_BYTES + 1024
+
+
 @pytest.mark.parametrize(("n", "k"), [(1024, 3072), (4096, 12288)])
 def test_one_row_added(compiled: list[Any], n: int, k: int) -> None:
     x, residual = torch.zeros(1, k, dtype=BF16), torch.zeros(1, n, dtype=BF16)

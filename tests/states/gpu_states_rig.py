@@ -177,32 +177,13 @@ def several_heads_decode() -> None:
             check_decoding("cpu", "mamba2", torch.float32, (4, 16, 2, 16))
 
 
-def convolution_in_mamba2(
-    device: str = "cpu", dtype: torch.dtype = torch.float32, sizes: tuple[int, ...] = (4, 16, 2, 16)
-) -> None:
-    """Where rows decode across a border: the bits of both kernels, and what they keep, however heads are shared."""
-    made = []
-    for apart, programs in ((True, 4), (False, 4), (False, 1), (False, 3)):
-        with unittest.mock.patch.object(gpu, "programs_of", lambda *_, programs=programs: programs):
-            case, spec = rig.convolved_mamba2(dtype, sizes, apart=apart, device=device)
-            chunk = case.part.chunk
-            drawn = rig.draw_all(case, (chunk + 4, 2 * chunk + 2, 7))
-            rows = rig.Rows(case, GpuStates(), drawn, spec=spec, device=device, block_size=64)
-            rows.compute({0: chunk - 2, 1: 2 * chunk - 3})
-            for _ in range(4):
-                rows.compute({2: 1, 0: 1, 1: 1})
-            made.append([*rows.results, rows.pool.buffer])
-    for found in made[1:]:
-        assert all(map(torch.equal, map(torch.nan_to_num, found), map(torch.nan_to_num, made[0])))
-
-
 _DECODED = {f"{name} decodes": lambda name=name: check_decoding("cpu", name, torch.float32) for name in MAKERS}
 _ONE = (((1, 2), (63, 30, 15, 1), 3), ((1, 4), (66, 47), 1)) if COMPILER else ()
 INTERPRETED = (
     {name: lambda name=name: interpreted(name) for name in MAKERS}
     | _DECODED
     | {"a pack": packed_sequences, "mamba2 walks": walked, "delta streams": streamed}
-    | {"mamba2 decodes several heads": several_heads_decode, "mamba2 convolves": convolution_in_mamba2}
+    | {"mamba2 decodes several heads": several_heads_decode}
     | {f"{heads[1]} heads in one kernel": lambda own=(heads, *rest): one_kernel_decodes(*own) for heads, *rest in _ONE}
     | ({"a walk in CUDA": one_kernel_walks} if COMPILER else {})
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}

@@ -15,7 +15,7 @@ from octavo.cache.pool import KVCachePool
 from octavo.cache.specs import AttentionSpec, LayerSpec, StateSpec
 from octavo.layers.recurrent import GatedDeltaRule, Mamba1Scan, Mamba2Scan, Part, ShortConvolution, state_spec
 from octavo.ops import scan
-from octavo.states.base import ConvolvingBackend, LayerStates, StateBackend, StateInputs, StateStep, layer_states
+from octavo.states.base import LayerStates, StateBackend, StateInputs, StateStep, layer_states
 
 Tensors = tuple[torch.Tensor, ...]
 ATTENTION = AttentionSpec(num_heads=2, num_kv_heads=1, head_size=24, scale=1.0)
@@ -126,34 +126,6 @@ def mamba2_case(
         return torch.stack(found).flatten(1)
 
     return Case("mamba2", part, draw, lambda backend, own, drawn: backend.mamba2(own, part.operands, *drawn), oracle)
-
-
-def convolved_mamba2(
-    dtype: torch.dtype = torch.float32,
-    sizes: tuple[int, ...] = (4, 16, 2, 16),
-    *,
-    apart: bool = False,
-    device: str = "cpu",
-) -> tuple[Case, StateSpec]:
-    """Mamba-2 behind its convolution as a model runs both, or one behind the other; and what both keep."""
-    heads, size, groups, states = sizes
-    part = Mamba2Scan(0, heads, size, groups, states, dtype)
-    conv = ShortConvolution(0, part.channels, 4, dtype, bias=True)
-    for seed, each in ((3, part), (5, conv)):
-        fill(each, seed)
-        values = (value.to(device) if isinstance(value, torch.Tensor) else value for value in each.operands)
-        each.__dict__["operands"] = type(each.operands)(*values)
-
-    def draw(random: torch.Generator, n: int) -> Tensors:
-        wide = torch.randn(n, part.channels + 8, generator=random).to(dtype)
-        return wide[:, :-8], torch.randn(n, heads, generator=random).to(dtype)
-
-    def run(backend: StateBackend, own: LayerStates, drawn: Tensors) -> torch.Tensor:
-        if not apart and isinstance(backend, ConvolvingBackend):
-            return backend.convolved_mamba2(own, conv.operands, part.operands, *drawn)
-        return backend.mamba2(own, part.operands, backend.short_conv(own, conv.operands, drawn[0]), drawn[1])
-
-    return Case("convolved mamba2", part, draw, run, lambda drawn: drawn[0]), state_spec(conv, part)
 
 
 def mamba1_case(dtype: torch.dtype = torch.float32, channels: int = 48, state_size: int = 8) -> Case:

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 import gpu_states_rig  # noqa: E402
 import state_rig as rig  # noqa: E402
 from interpreted import run_rig  # noqa: E402
-from octavo.ops.compile import nvrtc  # noqa: E402
+from octavo.ops.compile import launch, nvrtc  # noqa: E402
 from octavo.ops.scan import delta_prompts, delta_step, mamba2_decode_gpu  # noqa: E402
 from octavo.states import gpu  # noqa: E402
 from octavo.states.gpu import GpuStates  # noqa: E402
@@ -38,12 +38,12 @@ def test_interpreted(check: str) -> None:
     assert not error, error
 
 
-@pytest.mark.parametrize("name", [*SHAPES, "convolved mamba2"])
+@pytest.mark.parametrize("name", SHAPES)
 def test_its_kernels_compile_for_hopper_and_spill_no_register(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Of prompts, of verified runs and of decoding rows."""
-    found = _compiled(monkeypatch, name, torch.bfloat16, SHAPES[name.removeprefix("convolved ")], (64, 5, 1))
+    found = _compiled(monkeypatch, name, torch.bfloat16, SHAPES[name], (64, 5, 1))
     for kernel in found:
         assert kernel.asm["cubin"] and kernel.metadata.shared <= SHARED_BYTES
         assert _spilled_bytes(kernel.asm["ptx"], tmp_path) == 0, kernel.metadata.name
@@ -55,9 +55,8 @@ def test_a_program_of_several_heads_spills_no_register_of_its_loop(
 ) -> None:
     """Where many rows decode. A few numbers that it needs once for each group of heads may be in memory."""
     monkeypatch.setattr(gpu, "programs_of", lambda *_: 6)
-    for name in ("mamba2", "convolved mamba2"):
-        for kernel in _compiled(monkeypatch, name, torch.bfloat16, SHAPES["mamba2"], (1,)):
-            assert _spilled_bytes(kernel.asm["ptx"], tmp_path) <= 128, kernel.metadata.name
+    for kernel in _compiled(monkeypatch, "mamba2", torch.bfloat16, SHAPES["mamba2"], (1,)):
+        assert _spilled_bytes(kernel.asm["ptx"], tmp_path) <= 128, kernel.metadata.name
         assert unwritten_reads(kernel.asm["cubin"], tmp_path) == [], kernel.metadata.name
 
 
@@ -117,8 +116,9 @@ def _compiled(
     )
     monkeypatch.setattr(driver, "_active", no_device)
     monkeypatch.setattr(JITFunction, "run", compile_only)
-    case, spec = rig.convolved_mamba2(dtype, sizes) if "convolved" in name else (rig.CASES[name](dtype, *sizes), None)
-    rows = rig.Rows(case, GpuStates(), rig.draw_all(case, [sum(counts)]), block_size=64, spec=spec)
+    monkeypatch.setattr(launch, "_has_pdl", lambda device: True)
+    case = rig.CASES[name](dtype, *sizes)
+    rows = rig.Rows(case, GpuStates(), rig.draw_all(case, [sum(counts)]), block_size=64)
     for count in counts:
         rows.compute({0: count})
     return list({id(kernel): kernel for kernel in found}.values())

@@ -18,7 +18,6 @@ from octavo.cache.specs import StateSpec, StateTensor
 from octavo.layers.base import Layer
 from octavo.layers.chain import line
 from octavo.ops.scan import CHUNK, SHORT_CHUNK, ConvOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
-from octavo.states.base import ConvolvingBackend
 
 Part: TypeAlias = "ShortConvolution | GatedDeltaRule | Mamba2Scan | Mamba1Scan"
 
@@ -152,13 +151,6 @@ class Mamba2Scan(_Part):
         super().finalize(quantization)
         decay, dt_bias, skip = -self.__dict__.pop("A_log").exp(), self.__dict__.pop("dt_bias"), self.__dict__.pop("D")
         self.operands = Mamba2Operands(*self._sizes, decay, dt_bias, skip, *self._dt_limits)
-
-    def mix_behind(self, conv: ShortConvolution, xbc: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
-        """`mix` of what the layer's convolution makes of xbc [tokens, channels]."""
-        own = current_context().layers[self.index].states
-        if isinstance(own.backend, ConvolvingBackend):
-            return own.backend.convolved_mamba2(own, conv.operands, self.operands, xbc, dt)
-        return self.mix(conv.mix(xbc), dt)
 
     def mix(self, xbc: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
         """xbc [tokens, channels], behind their convolution; dt [tokens, heads] -> [tokens, heads * head_size]."""

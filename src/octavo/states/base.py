@@ -101,16 +101,6 @@ class StateBackend(Protocol):
 
 
 @runtime_checkable
-class ConvolvingBackend(StateBackend, Protocol):
-    """One that can begin Mamba-2 with its convolution, with the bits of both one behind the other."""
-
-    def convolved_mamba2(
-        self, own: LayerStates, conv: ConvOperands, scan: Mamba2Operands, xbc: torch.Tensor, dt: torch.Tensor
-    ) -> torch.Tensor:
-        """`mamba2` of the `short_conv` of xbc [T, channels of x, B and C]."""
-
-
-@runtime_checkable
 class NativeNets(StateBackend, Protocol):
     """One whose delta nets a decoder can call among its own compiled operators."""
 

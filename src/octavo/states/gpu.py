@@ -50,8 +50,8 @@ _MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING:
 _WALK_STAGES, _WALKED = 2, (torch.bfloat16, torch.float16)
 _WALK_REGISTERS: int | None = None
 # Of Mamba-2 where rows decode: heads whose states are on their way or used, registers of a thread (three programs of
-# four warps a processor).
-_DECODE_STAGES, _DECODE_REGISTERS = 2, 168
+# four warps a processor), heads that are asked for before the kernel ahead ends.
+_DECODE_STAGES, _DECODE_REGISTERS, _DECODE_EARLY = 2, 168, 2
 _DELTA_TILES = {
     "decode": (64, 4),
     "short": (64, 8),
@@ -326,15 +326,6 @@ class GpuStates:
         """See StateBackend."""
         return composed.delta_net(self, own, net, x)
 
-    def convolved_mamba2(
-        self, own: LayerStates, conv: ConvOperands, scan: Mamba2Operands, xbc: Tensor, dt: Tensor
-    ) -> Tensor:
-        """See ConvolvingBackend."""
-        told = self._tell_lines(own, len(conv.weight[0])) if own.inputs.max_query_len == 1 else None
-        if told is None or not self._decodes_whole(own, scan):
-            return self.mamba2(own, scan, self.short_conv(own, conv, xbc), dt)
-        return self._decode_mamba2(own, scan, xbc, dt, conv)
-
     def _tell_mamba2(self, own: LayerStates, scan: Mamba2Operands) -> _Told:
         widths = scan.head_size, scan.head_size, scan.state_size, 1, 1
         return self._tell(own, "mamba2", ("state",), MAMBA2_INPUTS, widths)
@@ -343,10 +334,8 @@ class GpuStates:
         """Whether every row has one token, a head's state lies in one line, and what a token brings."""
         return own.inputs.max_query_len == 1 and _is_streamable(self._tell_mamba2(own, scan), scan.state_size)
 
-    def _decode_mamba2(
-        self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor, conv: ConvOperands | None
-    ) -> Tensor:
-        """Where every row has one token. conv: what is ahead of all, if it is not done."""
+    def _decode_mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor) -> Tensor:
+        """Where every row has one token."""
         told, step, size = self._tell_mamba2(own, scan), own.inputs, scan.head_size
         out, num_rows = xbc.new_empty(len(xbc), scan.num_heads * size), len(step.rows)
         wide, warps = _mamba2_tile(size, "decode", scan.state_size, xbc)
@@ -354,22 +343,11 @@ class GpuStates:
         programs = programs_of(scan.num_heads, num_rows) * tiles
         one = programs == scan.num_heads * tiles
         stages, most = (_DECODE_STAGES, _DECODE_REGISTERS) if xbc.dtype is not torch.float32 else (1, None)
-        convolution: tuple[Tensor, ...] = (xbc,) * 5
-        width, has_bias, silu = 0, False, False
-        forms: tuple[Form, ...] = (told.forms[0],) * 2
-        if conv is not None:
-            lines = self._tell_lines(own, xbc.shape[1])
-            assert lines is not None and lines.firsts == told.firsts, "tokens lie in lines, beside each other"
-            weight, bias = conv.weight, conv.weight if conv.bias is None else conv.bias
-            convolution = weight, bias, *lines.kept, xbc.new_empty(xbc.shape)
-            width, forms, has_bias, silu = len(weight), lines.forms, conv.bias is not None, conv.silu
         mamba2_decode[programs, num_rows](
-            xbc, xbc.stride(0), dt, dt.stride(0), scan.decay, scan.dt_bias, scan.dt_min, scan.dt_max, *convolution,
-            scan.skip, out, step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
-            **_mamba2_shape(own, scan, told, xbc, wide), SHARE=padded_length(scan.num_heads // scan.num_groups * size),
-            CONV_FORM=forms[0], SEEN_FORM=forms[1], WIDTH=width, HAS_BIAS=has_bias, SILU=silu,
-            STAGES=1 if one else stages, ONE=one, maxnreg=None if one else most, num_warps=warps, num_stages=1,
-            **chained(xbc.device), **_PLAIN,
+            xbc, xbc.stride(0), dt, dt.stride(0), scan.decay, scan.dt_bias, scan.dt_min, scan.dt_max, scan.skip, out,
+            step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
+            **_mamba2_shape(own, scan, told, xbc, wide), STAGES=1 if one else stages, EARLY=_DECODE_EARLY, ONE=one,
+            maxnreg=None if one else most, num_warps=warps, num_stages=1, **chained(xbc.device), **_PLAIN,
         )  # fmt: skip
         self._advance_mamba2(own, told, scan, xbc)
         return out
@@ -377,7 +355,7 @@ class GpuStates:
     def mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor) -> Tensor:
         """See StateBackend."""
         if self._decodes_whole(own, scan):
-            return self._decode_mamba2(own, scan, xbc, dt, None)
+            return self._decode_mamba2(own, scan, xbc, dt)
         size, states = scan.head_size, scan.state_size
         told = self._tell_mamba2(own, scan)
         step, out = own.inputs, xbc.new_empty(len(xbc), scan.num_heads * size)

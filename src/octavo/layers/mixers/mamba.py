@@ -79,7 +79,7 @@ class Mamba2(Layer):
     def mix(self, projected: torch.Tensor) -> torch.Tensor:
         """What the product `project` gives, scaled if it is to be -> [tokens, inner size]: lines of their own."""
         z, xbc, dt = projected.split(self.parts, 1)
-        found = self.scan.mix_behind(self.conv, xbc, dt)
+        found = self.scan.mix(self.conv.mix(xbc), dt)
         if self.norm is None:
             return gated_by(found, z, "silu")
         if self.facts.norm == "before_gate":

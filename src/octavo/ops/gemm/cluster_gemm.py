@@ -72,9 +72,14 @@ class _Kind:
         }
 
     def tile_for(self, num_rows: int, n: int, k: int) -> Tile | None:
-        """See the function. An activation without gates has a plain product's tile, or else one of gates and ups."""
+        """See the function. An activation without gates has a plain product's tile, or else one of gates and ups.
+
+        Not of the rows between: there the library with that behind it is faster.
+        """
         tile = tile_for(num_rows, n, k, self.is_gated)
-        return tile_for(num_rows, n, k, gated=True) if tile is None and self.activation is not None else tile
+        if tile is None and self.activation is not None and not _MAX_ROWS_LONG < num_rows <= MAX_ROWS:
+            return tile_for(num_rows, n, k, gated=True)
+        return tile
 
     def source(self, tile: Tile) -> str:
         """The kernel's."""

@@ -261,8 +261,10 @@ def tile_for(n: int, k: int, normed: bool, gated: bool, processors: int, streams
     if left or programs < _MIN_PROGRAMS or (normed and k > _MAX_NORMED):
         return None
     part, num_bytes = _PART, _MAX_BYTES
-    if programs > 2 * processors:  # two of them fill a processor, and take several groups of channels
+    if programs > 2 * processors:  # two of them fill a processor, or three small ones, and take several groups
         part, programs = _PART // 2, 2 * processors
+        if normed and not gated and not streams:
+            channels, warps, programs, num_bytes = 32, 2, 3 * processors, 2 * _MAX_BYTES // 3
     elif programs > processors:
         num_bytes //= 2
     return Tile(channels, warps, programs, min(num_bytes // (2 * part * channels * sides), k // part + 1), part)

@@ -1,9 +1,9 @@
 """Mamba-2 where every row decodes one token, on a GPU: a program streams the states of several heads.
 
-Owns the kernel. Its formula, roundings and order of sums are those of `octavo.ops.scan.mamba2_gpu`, bit for bit, its
-gates those of `octavo.ops.scan.gates_gpu`, its convolution that of `octavo.ops.scan.conv_gpu`. What the heads of a
-group share (B, C, their product, and where the tokens of the open chunk lie) is found once for those of a program;
-where it has one head, what earlier steps kept is read before the kernel ahead ends.
+Owns the kernel. Its formula, roundings and order of sums are those of `octavo.ops.scan.mamba2_gpu`, bit for bit, and
+its gates those of `octavo.ops.scan.gates_gpu`. What the heads of a group share (B, C, their product, and where the
+tokens of the open chunk lie) is found once for those of a program; what earlier steps kept is
+read before the kernel ahead ends where it has one head, and else its first heads' states are on their way to the L2.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
@@ -14,7 +14,7 @@ import functools
 import triton
 import triton.language as tl
 
-from octavo.ops.compile.launch import begin_after, launched
+from octavo.ops.compile.launch import begin_after, launched, prefetch
 from octavo.ops.scan.gates_gpu import softplus
 from octavo.ops.scan.kept import PLACES, place
 
@@ -80,91 +80,40 @@ def _state(
 
 
 @triton.jit
-def _seen(
-    told,
-    channel,
-    inside,
-    CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    STATE_FORM: tl.constexpr,
-    INPUT_FORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+def _ask_early(
+    of_states,
+    head,
+    width,
+    tile,
+    STATES: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDE: tl.constexpr,
+    FORM: tl.constexpr,
 ):
-    """(a convolution's sum over tokens before the row's last, that one's weight): as `decode_convolution` begins."""
-    weight, bias, conv_states, conv_inputs, table, input_first, last, block, states, state_first, entry, is_open = told
-    border, sum = last // CHUNK * CHUNK, tl.zeros(channel.shape, tl.float32)
-    if HAS_BIAS:
-        sum += tl.load(bias + channel, mask=inside, other=0.0)
-    for j in tl.static_range(WIDTH - 1):
-        at = last - (WIDTH - 1) + j
-        where, _ = place(table, input_first, at // block, at % block, 0, at >= border, INPUT_FORM, CHANNELS)
-        value = tl.load(conv_inputs + where + channel, mask=inside & (at >= border), other=0.0)
-        is_before, run = (at < border) & is_open, tl.maximum(at - border + WIDTH - 1, 0)
-        where, _ = place(states, state_first, entry, 0, run, is_before, STATE_FORM, CHANNELS)
-        value += tl.load(conv_states + where + channel, mask=inside & is_before, other=0.0)
-        sum += value.to(tl.float32) * tl.load(weight + j * CHANNELS + channel, mask=inside, other=0.0)
-    return sum, tl.load(weight + (WIDTH - 1) * CHANNELS + channel, mask=inside, other=0.0)
-
-
-@triton.jit
-def _convolved(
-    fresh,
-    before,
-    told,
-    channel,
-    inside,
-    keeps,
-    CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    STATE_FORM: tl.constexpr,
-    INPUT_FORM: tl.constexpr,
-    SILU: tl.constexpr,
-):
-    """What a convolution makes of channels of the row's token. before: `_seen`'s. keeps: what it brings is kept."""
-    _, _, conv_states, conv_inputs, table, input_first, last, block, states, state_first, _, _ = told
-    sum, last_weight = before
-    value = tl.load(fresh + channel, mask=inside, other=0.0)
-    sum += value.to(tl.float32) * last_weight
-    where, is_there = place(table, input_first, last // block, last % block, 0, keeps, INPUT_FORM, CHANNELS)
-    tl.store(conv_inputs + where + channel, value, mask=inside & is_there)
-    if keeps & ((last + 1) % CHUNK == 0):  # the inputs that the next token sees, which begins a chunk, are the state
-        tl.static_assert(WIDTH <= CHUNK, "they are all of this chunk")
-        behind = (last + 1) // CHUNK - 1
-        for j in tl.static_range(1, WIDTH - 1):
-            at = last - (WIDTH - 1) + j
-            where, _ = place(table, input_first, at // block, at % block, 0, True, INPUT_FORM, CHANNELS)
-            seen = tl.load(conv_inputs + where + channel, mask=inside, other=0.0)
-            where, is_there = place(states, state_first, behind, 0, j - 1, True, STATE_FORM, CHANNELS)
-            tl.store(conv_states + where + channel, seen, mask=inside & is_there)
-        where, is_there = place(states, state_first, behind, 0, WIDTH - 2, True, STATE_FORM, CHANNELS)
-        tl.store(conv_states + where + channel, value, mask=inside & is_there)
-    if SILU:
-        sum = sum / (1.0 + tl.exp(-sum))
-    return sum.to(value.dtype)
+    """Ask for a head's state at the border in the L2, or for the null block's."""
+    states, state_first, kept, entry, is_open = of_states
+    LINE: tl.constexpr = 1024 // kept.dtype.element_ty.primitive_bitwidth
+    where, _ = place(states, state_first, entry, 0, head * STATES, is_open, FORM, SIZE)
+    channel = tl.minimum(tile * WIDE + tl.arange(0, max(WIDE // LINE, 1)) * LINE, SIZE - 1)
+    prefetch(kept + where + tl.minimum(width, STATES - 1)[:, None] * SIZE + channel[None, :])
 
 
 @triton.jit
 def _decode_heads(
-    group, first, behind, tile, step, inputs, given, conv, made, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    SIZE: tl.constexpr, WIDE: tl.constexpr, STATES: tl.constexpr, STATES_PADDED: tl.constexpr, SHARE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, STATE_FORM: tl.constexpr, X_FORM: tl.constexpr, B_FORM: tl.constexpr,
-    TOTAL_FORM: tl.constexpr, DT_FORM: tl.constexpr, CONV_FORM: tl.constexpr, SEEN_FORM: tl.constexpr,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    ONE: tl.constexpr, PDL: tl.constexpr,
+    group, first, behind, tile, step, inputs, given, HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
+    WIDE: tl.constexpr, STATES: tl.constexpr, STATES_PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    STATE_FORM: tl.constexpr, X_FORM: tl.constexpr, B_FORM: tl.constexpr, TOTAL_FORM: tl.constexpr,
+    DT_FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, ONE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Of the program's heads, `first` up to `behind`, those of a group.
 
-    Where the row's tokens lie is asked for each group: what is not asked again would be held in registers. WIDTH: of a
-    convolution that is ahead of all, 0 where it is done; what it makes goes through `made`: kept as they are read, its
-    few channels would stand in every thread.
+    Where the row's tokens lie is asked for each group: what is not asked again would be held in registers.
     """
     rows, query_start, seq_lens, state_table, state_columns, state_first, state_kept = step
     input_table, input_columns, input_first, x_kept, b_kept, total_kept, dt_kept = inputs
     xbc, xbc_row, dt, dt_row, decay, dt_bias, dt_min, dt_max, skip, out = given
     row, PER = tl.program_id(1), HEADS // GROUPS
-    CHANNELS: tl.constexpr = HEADS * SIZE + 2 * GROUPS * STATES
     token, last, table_row = tl.load(query_start + row).to(tl.int64), tl.load(seq_lens + row) - 1, tl.load(rows + row)
     table = input_table + table_row * input_columns
     of_row = (table, input_first, last, BLOCK)
@@ -187,38 +136,16 @@ def _decode_heads(
     b_channel, c_channel = HEADS * SIZE + group * STATES + width, HEADS * SIZE + (GROUPS + group) * STATES + width
     holds_b = (group * PER >= first) & (tile == 0)  # the first of those that share B
     if ONE:  # all that earlier steps kept of the one head is on its way, or there, when the kernel before ends
-        x_channel, is_x = first * SIZE + channel, inside
         early_state = _state(of_states, first, width, channel, within, inside, STATES, SIZE, STATE_FORM)
         early_x = _lines(x_at + tile * WIDE, first, inside, is_old, SIZE)
         early_b = _lines(b_at, group, within, is_old, STATES)
         early_sums = tl.load(total_at + first, mask=is_old, other=0.0)
         early_steps = tl.load(dt_at + first, mask=is_old, other=0.0)
-    else:
-        share = tl.arange(0, SHARE)
-        x_channel = group * PER * SIZE + share
-        is_x = (x_channel >= begin * SIZE) & (x_channel < end * SIZE)
-    told = (conv[0], conv[1], conv[2], conv[3], table, input_first, last, BLOCK, states, state_first, entry, border > 0)
-    if WIDTH > 0:
-        x_seen = _seen(told, x_channel, is_x, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, HAS_BIAS)
-        b_seen = _seen(told, b_channel, within, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, HAS_BIAS)
-        c_seen = _seen(told, c_channel, within, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, HAS_BIAS)
+    elif PDL:
+        for early in tl.static_range(EARLY):
+            head = tl.minimum(begin + early, end - 1)
+            _ask_early(of_states, head, width, tile, STATES, SIZE, WIDE, STATE_FORM)
     begin_after(PDL)  # of later groups it waits for nothing
-    if WIDTH > 0:
-        keeps_x = ONE | (tile == 0)
-        new_x = _convolved(
-            fresh, x_seen, told, x_channel, is_x, keeps_x, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, SILU
-        )
-        new_b = _convolved(
-            fresh, b_seen, told, b_channel, within, holds_b, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, SILU
-        )
-        new_c = _convolved(
-            fresh, c_seen, told, c_channel, within, holds_b, CHUNK, WIDTH, CHANNELS, CONV_FORM, SEEN_FORM, SILU
-        )
-        fresh = made + token * CHANNELS
-        tl.store(fresh + x_channel, new_x, mask=is_x)
-        tl.store(fresh + b_channel, new_b, mask=within)  # programs that share B and C write the same
-        tl.store(fresh + c_channel, new_c, mask=within)
-        tl.debug_barrier()
     own_b = tl.load(fresh + b_channel, mask=within, other=0.0)
     if ONE:
         b = tl.where((at == last)[:, None], own_b[None, :], early_b)
@@ -267,11 +194,6 @@ def mamba2_decode(
     dt_bias,
     dt_min,
     dt_max,
-    conv_weight,  # [WIDTH, channels of x, B and C]
-    conv_bias,
-    conv_states,
-    conv_inputs,
-    made,  # [T, channels of x, B and C]
     skip,
     out,  # [T, HEADS, SIZE]
     rows,
@@ -294,7 +216,6 @@ def mamba2_decode(
     WIDE: tl.constexpr,
     STATES: tl.constexpr,
     STATES_PADDED: tl.constexpr,
-    SHARE: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     STATE_FORM: tl.constexpr,
@@ -302,19 +223,15 @@ def mamba2_decode(
     B_FORM: tl.constexpr,
     TOTAL_FORM: tl.constexpr,
     DT_FORM: tl.constexpr,
-    CONV_FORM: tl.constexpr,
-    SEEN_FORM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
     ONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row, WIDE channels, and as many heads as share the launch's programs evenly: ONE, or a run of them.
 
-    WIDTH, SHARE: see `_decode_heads`; SHARE covers the channels of a group's heads.
+    EARLY: see the module, of each group.
     """
     row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
     part, parts = tl.program_id(0) // tiles, tl.num_programs(0) // tiles
@@ -326,17 +243,15 @@ def mamba2_decode(
     step = (rows, query_start, seq_lens, state_table, state_columns, state_first, state_kept)
     inputs = (input_table, input_columns, input_first, x_kept, b_kept, total_kept, dt_kept)
     given = (xbc, xbc_row, dt, dt_row, decay, dt_bias, dt_min, dt_max, skip, out)
-    conv = (conv_weight, conv_bias, conv_states, conv_inputs)
     if ONE:
         _decode_heads(
-            first // (HEADS // GROUPS), first, behind, tile, step, inputs, given, conv, made, HEADS, GROUPS, SIZE, WIDE,
-            STATES, STATES_PADDED, SHARE, CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, CONV_FORM,
-            SEEN_FORM, WIDTH, HAS_BIAS, SILU, PRECISION, STAGES, ONE, PDL,
+            first // (HEADS // GROUPS), first, behind, tile, step, inputs, given, HEADS, GROUPS, SIZE, WIDE, STATES,
+            STATES_PADDED, CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, STAGES, EARLY, ONE,
+            PDL,
         )  # fmt: skip
     else:
         for group in range(first // (HEADS // GROUPS), (behind - 1) // (HEADS // GROUPS) + 1):
             _decode_heads(
-                group, first, behind, tile, step, inputs, given, conv, made, HEADS, GROUPS, SIZE, WIDE,
-                STATES, STATES_PADDED, SHARE, CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, CONV_FORM,
-                SEEN_FORM, WIDTH, HAS_BIAS, SILU, PRECISION, STAGES, ONE, PDL,
+                group, first, behind, tile, step, inputs, given, HEADS, GROUPS, SIZE, WIDE, STATES, STATES_PADDED,
+                CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, STAGES, EARLY, ONE, PDL,
             )  # fmt: skip
