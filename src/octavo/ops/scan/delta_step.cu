@@ -2,11 +2,11 @@
 //
 // A task is a row and a head of its keys, with those of the values that share it. Of a block's warps the last one, the
 // scout, finds where a task's things lie, brings keys and gates, norms the token's query and key and sums its gates: a
-// task ahead of the others, for which it makes T meanwhile. Of those each takes 32 channels of one head. Its states, updates and values come by
-// asynchronous copies into a ring of its own, SLOT bytes a step, ROUND steps a task, on past the end of each task to
-// the next: memory never waits for a task. A lane copies what it will read itself, as the matrix unit's second operand
-// wants it, into 64 bytes of each step that are its own. Column n of the product j of four is channel 4 n + j, so that
-// a lane's numbers lie together.
+// task ahead of the others, for which it makes T meanwhile. Of those each takes 32 channels of one head. Its states,
+// updates and values come by asynchronous copies into a ring of its own, SLOT bytes a step, ROUND steps a task, on past
+// the end of each task to the next: memory never waits for a task. Eight lanes copy 128 bytes that lie together, so that
+// the L2 is asked for whole lines; lines lie in a step by exclusive or, and no two lanes meet in a bank, of those that
+// read, four rows at once, nor of those that copy. Column n of the product j of four is channel 4 n + j.
 //
 // Invariant: the operations on a head are those of `delta_ready` and `delta_decode`, in the same order; where those
 // multiply by zeros, they are left out.
@@ -16,6 +16,11 @@ struct Form {
     i64 block, part, line;
     int lines, of_item, runs, parts, blocks;
 };
+#if PAIRS
+#define COPY_STATE copy16_of_256
+#else
+#define COPY_STATE copy16
+#endif
 #define CHUNK 64
 #define SIZE 128  // of a head's keys, and of its values
 #define WARPS (4 * PER)  // that compute
@@ -258,7 +263,7 @@ struct Ahead {
 __device__ inline Ahead ahead_of(const Told& told, int task, u32 places, u32 warp, u32 lane) {
     if (task >= told.num_rows * KEY_HEADS) return Ahead{0, 0};
     u64 state = address_at(places + STATES + warp / 4 * 8);
-    if (state) state += lane % 4 * 1024 + warp % 4 * 128 + lane / 4 * 16;
+    if (state) state += lane / 8 * 512 + warp % 4 * 128 + lane % 8 * 16;
     return Ahead{state, places};
 }
 
@@ -270,8 +275,9 @@ __device__ inline void ask(int step, u32 to, const Told& told, const Ahead& of, 
         if (step < 8) {
 #pragma unroll
             for (int r = 0; r < 4; ++r) {
-                u64 from = of.state + (step * 16 + r / 2 * 8 + r % 2) * 512;
-                copy16(to + r * 512 + lane * 16, of.state ? from : nowhere, of.state ? 16 : 0);
+                u64 from = of.state + (step * 16 + r * 4) * 512;
+                u32 at = lane / 8 * 128 + (lane % 8 ^ lane / 16 * 2 ^ r % 2 * 4) * 16;
+                COPY_STATE(to + r * 512 + at, of.state ? from : nowhere, of.state ? 16 : 0);
             }
         } else if (step < 10) {
 #pragma unroll
@@ -279,11 +285,10 @@ __device__ inline void ask(int step, u32 to, const Told& told, const Ahead& of, 
                 int own = (step - 8) * 2 + part;
                 if (own <= blocks) {
 #pragma unroll
-                    for (int r = 0; r < 4; ++r) {
-                        u32 token = own * 16 + lane % 4 * 2 + r / 2 * 8 + r % 2;
-                        u64 from = address_at(of.places + UPDATES + token * 8);
-                        copy8(to + (part * 2 + r / 2) * 512 + lane * 16 + r % 2 * 8,
-                              from ? from + channels + lane / 4 * 8 : nowhere, from ? 8 : 0);
+                    for (int r = 0; r < 2; ++r) {
+                        u64 from = address_at(of.places + UPDATES + (own * 16 + r * 8 + lane / 4) * 8);
+                        u32 at = lane / 8 * 128 + (lane % 8 ^ lane / 8 * 2) * 16;
+                        copy16(to + part * 1024 + r * 512 + at, from ? from + channels + lane % 4 * 16 : nowhere, from ? 16 : 0);
                     }
                 }
             }
@@ -404,12 +409,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
         for (int round = 0; task < tasks; ++round, task += by) {
             together();
             int here = (int)(get(base + PLACES_AT + round % 3 * PLACES_BYTES + LAST) % 16);
+            find(told, task + 2 * by, base + PLACES_AT + (round + 2) % 3 * PLACES_BYTES, lane);
             some_together(1, THREADS);  // triangles are there
             for (int head = lane / 16; head < PER; head += 2) invert(head, made, here, lane);
             warp_together();
             tell_some(2, THREADS);
             bring(told, task + by, base + BROUGHT_AT + (round + 1) % 2 * BROUGHT_BYTES, lane);
-            find(told, task + 2 * by, base + PLACES_AT + (round + 2) % 3 * PLACES_BYTES, lane);
             warp_together();
         }
         return;
@@ -422,6 +427,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
     for (int step = 0; step < DEPTH - 1; ++step) ask(step, ring + step * SLOT, told, now, channels, 0, lane);
     wait_for_before();
     u32 use = 0;  // the ring's place that is read next
+    u32 state_at = lane % 4 * 256 + (lane / 4 ^ lane % 4 * 2) * 16;
+    u32 update_at = lane % 4 * 128 + (lane / 8 ^ lane % 4 * 2) * 16 + lane / 4 % 2 * 8;
     for (int round = 0; task < tasks; ++round, task += by) {
         together();  // what the scout brings of this task is there, and where all of the next lies; nobody is behind
         u32 brought = base + BROUGHT_AT + round % 2 * BROUGHT_BYTES;
@@ -435,6 +442,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
         u32 slot;
 #define NEXT(step)                                                                                              \
     arrived<DEPTH - 2>();                                                                                       \
+    warp_together(); /* all lanes' copies are there, and all have read what comes next */                       \
     slot = ring + use * SLOT;                                                                                   \
     {                                                                                                           \
         u32 free = ring + (use == 0 ? DEPTH - 1 : use - 1) * SLOT;                                              \
@@ -447,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
             NEXT(step)
             Four state[4];
 #pragma unroll
-            for (int r = 0; r < 4; ++r) state[r] = get4(slot + r * 512 + lane * 16);
+            for (int r = 0; r < 4; ++r) state[r] = get4(slot + r / 2 * 1024 + r % 2 * 128 + state_at);
             Four key = square(square_at + step * 32), query = equal_rows(brought + QUERY + step * 32, lane);
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
@@ -473,13 +481,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
             for (int part = 0; part < 2; ++part) {
                 int own = (step - 8) * 2 + part;
                 if (own <= blocks) {
-                    Four words[2] = {get4(slot + part * 1024 + lane * 16), get4(slot + part * 1024 + 512 + lane * 16)};
+                    Two words[2][2];  // of tokens r of two and r of the two that are eight on
+#pragma unroll
+                    for (u32 r = 0; r < 4; ++r) words[r / 2][r % 2] = get2(slot + part * 1024 + r / 2 * 512 + (update_at ^ r % 2 * 64));
                     Two updates[4];  // of two tokens, and of two others
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         u32 which = j % 2 ? 0x7632 : 0x5410;
-                        updates[j] = Two{{bytes_of(words[0].x[j / 2], words[0].x[2 + j / 2], which),
-                                          bytes_of(words[1].x[j / 2], words[1].x[2 + j / 2], which)}};
+                        updates[j] = Two{{bytes_of(words[0][0].x[j / 2], words[0][1].x[j / 2], which),
+                                          bytes_of(words[1][0].x[j / 2], words[1][1].x[j / 2], which)}};
                     }
                     if (own < blocks) {
                         Four m = square(of_head + lane % 16 * M_PITCH + lane / 16 * 16 + own * 32);

@@ -27,6 +27,7 @@ _SIZE, _CHUNK = 128, 64  # of a head's keys and values; tokens
 _SLOT, _PLACES = 2048, 704  # see delta_step.cu
 _MOST_HEADS = 4  # of one key
 DEPTH = 4  # steps of a warp's ring
+PAIRS = 0  # whether a copy says that the 128 bytes beside its own are wanted too
 RESIDENT = {1: 3, 2: 2, 3: 1, 4: 1}  # blocks of a processor, by the heads of a key
 _TYPES = (torch.bfloat16, torch.float16)
 _functions: dict[tuple[str, int | None, tuple[tuple[str, int | str], ...]], int | None] = {}  # None: not to be had
@@ -75,6 +76,7 @@ def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype
         "PER": heads[0] // heads[1],
         "BLOCK": block_size,
         "DEPTH": DEPTH,
+        "PAIRS": PAIRS,
         "RESIDENT": RESIDENT[heads[0] // heads[1]],
         "HALF": int(dtype == torch.float16),
         **{name: ",".join(map(str, form)) for name, form in zip(names, forms, strict=True)},
