@@ -23,7 +23,8 @@ import gpu_states_rig  # noqa: E402
 import state_rig as rig  # noqa: E402
 from interpreted import run_rig  # noqa: E402
 from octavo.ops.compile import nvrtc  # noqa: E402
-from octavo.ops.scan import delta_prompts, delta_step, mamba2_decode_gpu  # noqa: E402
+from octavo.ops.scan import mamba2_decode_gpu  # noqa: E402
+from octavo.ops.scan.delta import delta_prompts, delta_step  # noqa: E402
 from octavo.states import gpu  # noqa: E402
 from octavo.states.gpu import GpuStates  # noqa: E402
 from sass import unwritten_reads  # noqa: E402

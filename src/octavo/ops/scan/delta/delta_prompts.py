@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.ops.scan import delta_step
+from octavo.ops.scan.delta import delta_step
 from octavo.ops.scan.kept import Form
 
 serves = delta_step.serves

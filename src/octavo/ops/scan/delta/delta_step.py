@@ -1,6 +1,6 @@
-"""The gated delta rule where rows decode, on Hopper GPUs: the stream of states in CUDA C++.
+"""The gated delta rule where rows decode, on Hopper GPUs: the one kernel in CUDA C++.
 
-Owns which layers it serves, its compilation and launch; `delta_stream.cu` does the work. It is not Triton's, because a
+Owns which layers it serves, its compilation and launch; `delta_step.cu` does the work. It is not Triton's, because a
 warp's copies come in a ring that no other warp waits for, on past the end of a task: Triton copies a tile for a whole
 program, and begins each with waits. Invariant: the bits are `delta_decode`'s.
 """
@@ -24,24 +24,26 @@ from octavo.ops.scan.kept import Form
 
 _LOG = logging.getLogger(__name__)
 _SIZE, _CHUNK = 128, 64  # of a head's keys and values; tokens
-_SLOT, _PLACES = 2048, 832  # see delta_stream.cu
+_SLOT, _PLACES = 2048, 704  # see delta_step.cu
 _MOST_HEADS = 4  # of one key
-DEPTH = 5  # steps of a warp's ring
+DEPTH = 4  # steps of a warp's ring
+PAIRS = 0  # whether a copy says that the 128 bytes beside its own are wanted too
 RESIDENT = {1: 3, 2: 2, 3: 1, 4: 1}  # blocks of a processor, by the heads of a key
 _TYPES = (torch.bfloat16, torch.float16)
-_functions: dict[tuple[int | None, tuple[tuple[str, int | str], ...]], int | None] = {}  # None: not to be had
+_functions: dict[tuple[str, int | None, tuple[tuple[str, int | str], ...]], int | None] = {}  # None: not to be had
 
 
 class Told(ctypes.Structure):
-    """What a launch is told, as delta_stream.cu has it."""
+    """What a launch is told, as delta_step.cu has it."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "key", "before", "factor", "factors", "value", "out")),
-        *((name, ctypes.c_void_p) for name in ("rows", "query_start", "seq_lens", "state_table", "input_table")),
-        *((name, ctypes.c_void_p) for name in ("state", "key_kept", "value_kept", "update_kept")),
-        ("value_row", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("qkv", "a", "b", "decay", "dt_bias", "out", "rows", "query_start")),
+        *((name, ctypes.c_void_p) for name in ("seq_lens", "state_table", "input_table", "state", "key_kept")),
+        *((name, ctypes.c_void_p) for name in ("value_kept", "update_kept", "total_kept", "rate_kept")),
+        *((name, ctypes.c_int64) for name in ("qkv_row", "a_row", "b_row")),
         *((name, ctypes.c_int) for name in ("state_columns", "input_columns", "state_first", "input_first")),
-        *((name, ctypes.c_int) for name in ("num_rows", "unused")),
+        ("num_rows", ctypes.c_int),
+        ("scale", ctypes.c_float),
     ]
 
 
@@ -66,14 +68,15 @@ def fits(heads: tuple[int, int], sizes: tuple[int, int], chunk: int, qkv: Tensor
 
 
 def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype: torch.dtype) -> dict[str, int | str]:
-    """The kernel's. forms: of states, keys, values, updates."""
-    names = "STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM"
+    """The kernel's. forms: of what is kept."""
+    names = "STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM"
     return {
         "HEADS": heads[0],
         "KEY_HEADS": heads[1],
         "PER": heads[0] // heads[1],
         "BLOCK": block_size,
         "DEPTH": DEPTH,
+        "PAIRS": PAIRS,
         "RESIDENT": RESIDENT[heads[0] // heads[1]],
         "HALF": int(dtype == torch.float16),
         **{name: ",".join(map(str, form)) for name, form in zip(names, forms, strict=True)},
@@ -81,46 +84,67 @@ def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype
 
 
 @functools.cache
-def source() -> str:
-    """The kernel's."""
-    texts = Path(compile.__file__).with_name("lanes.cu"), Path(__file__).with_suffix(".cu")
-    return "".join(text.read_text(encoding="utf-8") for text in texts)
+def source(name: str = "delta_step") -> str:
+    """A kernel's of this folder, behind a lane's instructions."""
+    return Path(compile.__file__).with_name("lanes.cu").read_text(encoding="utf-8") + own_source(name)
+
+
+def own_source(name: str) -> str:
+    """Of this folder."""
+    names = ("delta_scout", "delta_step") if name == "delta_step" else (name,)
+    return "".join(Path(__file__).with_name(f"{each}.cu").read_text(encoding="utf-8") for each in names)
 
 
 def shared_bytes(own: dict[str, int | str]) -> int:
     """Of a block: rings, what warps share of two tasks, and where three tasks' things lie."""
     per, depth = int(own["PER"]), int(own["DEPTH"])
-    shared = 16 * 272 + 256 + per * (16 * 144 + 128 + 192)
-    return 4 * per * depth * _SLOT + 2 * shared + 3 * _PLACES
+    brought, made = 64 * 272 + 256 + per * 320, per * (16 * 144 + 128 + 64 + 1040)
+    return 4 * per * depth * _SLOT + 2 * brought + made + 3 * _PLACES
 
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
     """Whether the kernel is there. Loads it unless a graph is captured; tells once why it cannot be had."""
-    name = device.index, tuple(own.items())
+    return is_found("delta_step", shared_bytes(own), own, device)
+
+
+def is_found(kernel: str, shared: int, own: dict[str, int | str], device: torch.device) -> bool:
+    """The same of a kernel of this folder, whose blocks take so many bytes of shared memory."""
+    name = kernel, device.index, tuple(own.items())
     if name not in _functions:
         if (made := side_by_side.current()) is not None:
-            made.compile("delta_stream", name[1], functools.partial(nvrtc.machine_code, source(), own, "sm_90a"))
+            made.compile(kernel, name[2], functools.partial(nvrtc.machine_code, source(kernel), own, "sm_90a"))
             return True
         if torch.cuda.is_current_stream_capturing():
             return False
         try:
-            code = nvrtc.machine_code(source(), own, "sm_90a")
-            _functions[name] = driver.load(code, "delta_stream", shared_bytes(own))
+            _functions[name] = driver.load(nvrtc.machine_code(source(kernel), own, "sm_90a"), kernel, shared)
         except (OSError, driver.DriverError, nvrtc.CompileError) as error:
-            _LOG.warning("the gated delta rule decodes by other kernels, which may be slower: %s", error)
+            _LOG.warning("the gated delta rule runs on other kernels, which may be slower: %s", error)
             _functions[name] = None
     return _functions[name] is not None
 
 
 def launch(told: Told, own: dict[str, int | str], device: torch.device) -> None:
     """Run it; it may begin before the kernel ahead has ended. Ask `is_loaded` first."""
-    function = _functions.get((device.index, tuple(own.items())))
-    if function is None:  # a pass that compiles
-        return
     blocks = min(told.num_rows * int(own["KEY_HEADS"]), int(own["RESIDENT"]) * _processors(device))
-    params = (ctypes.c_void_p * 1)(ctypes.addressof(told))
-    stream = triton.runtime.driver.active.get_current_stream(device.index)
-    driver.launch_chained(function, blocks, 1, 128 * int(own["PER"]), shared_bytes(own), stream, params)
+    run("delta_step", told, blocks, 128 * int(own["PER"]) + 32, shared_bytes(own), own, device)
+
+
+def run(
+    kernel: str,
+    told: ctypes.Structure,
+    blocks: int,
+    threads: int,
+    shared: int,
+    own: dict[str, int | str],
+    device: torch.device,
+) -> None:
+    """Launch a kernel that `is_found`, or nothing in a pass that compiles."""
+    function = _functions.get((kernel, device.index, tuple(own.items())))
+    if function is not None:
+        params = (ctypes.c_void_p * 1)(ctypes.addressof(told))
+        stream = triton.runtime.driver.active.get_current_stream(device.index)
+        driver.launch_chained(function, blocks, 1, threads, shared, stream, params)
 
 
 @functools.cache
