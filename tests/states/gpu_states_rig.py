@@ -174,7 +174,7 @@ def one_kernel_walks() -> None:
 
 
 def kernels_are_compared() -> None:
-    """By an example of a layer's own shape and cut, before they run: near each other here, of the same bits on a GPU."""
+    """By an example of a layer's own shape, before they run: near each other here, of the same bits on a GPU."""
     case = rig.CASES["delta"](torch.float16, 1, 2, 128, 128)
     rows = rig.Rows(case, GpuStates(), rig.draw_all(case, (70,)), block_size=64)
     told = GpuStates()._tell(rows.own, "delta", ("state",), DELTA_INPUTS, (128, 128, 128, 128, 1, 1))
