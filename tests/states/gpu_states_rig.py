@@ -144,7 +144,8 @@ def one_kernel_decodes(heads: tuple[int, int], begins: Sequence[int], steps: int
     drawn = rig.draw_all(case, [begin + steps for begin in begins])
     found = []
     for copied in ((), (delta_step,)):
-        with unittest.mock.patch.object(delta_gpu, "_COPIED", copied), emulated(3) as launches:
+        own = unittest.mock.patch.multiple(delta_gpu, _COPIED=copied, _FEWEST_STEPS=1)
+        with own, emulated(3) as launches:
             rows = rig.Rows(case, GpuStates(), drawn, block_size=64)
             rows.compute(dict(enumerate(begins)))
             rows.padded = 1

@@ -50,10 +50,10 @@ _BLOCK_WARPS, _CHUNK_WARPS, _CHUNK_REGISTERS = 2, 8, 128
 _STREAMED = (torch.bfloat16, torch.float16)
 _STREAM_TILES, _STREAM_PROGRAMS, _STREAM_STAGES, _STREAM_REGISTERS = 4, 512, 2, 168
 _READY_WARPS, _READY_REGISTERS = 2, 200
-# Kernels in CUDA C++ that run where they serve; blocks of a walk, one a row and head, that keep an H200 as busy as
-# Triton's tiles of heads do.
+# Kernels in CUDA C++ that run where they serve; rows' heads, of keys where they decode and else of values, with which
+# an H200 is busy enough for them: a block has one, of which Triton's programs have tiles.
 _COPIED: tuple[ModuleType, ...] = (delta_step, delta_prompts)
-_FEWEST_WALKS = 128
+_FEWEST_STEPS, _FEWEST_WALKS = 128, 128
 _agreed: dict[tuple[object, ...], bool] = {}  # by kernel, GPU and what it was compiled for
 _SCAN_REGISTERS: int | None = 128  # of a thread: four programs of 16-bit types a processor, 32 kB of states each
 _FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM")
@@ -112,7 +112,8 @@ def gated_delta(
     keys, values = rule.key_size, rule.value_size
     step, heads = own.inputs, rule.num_heads
     if step.max_query_len == 1 and qkv.dtype in _STREAMED and is_streamable(told, keys):
-        if a.dtype == b.dtype == qkv.dtype and choose(delta_step, own, told, rule, qkv):
+        is_copied = a.dtype == b.dtype == qkv.dtype and choose(delta_step, own, told, rule, qkv)
+        if is_copied and (len(step.rows) * rule.num_key_heads >= _FEWEST_STEPS or choose is not chosen):
             out = _step(own, told, rule, qkv, a, b)
         else:
             out = _decode(own, told, rule, qkv, a, b)
