@@ -1,36 +1,26 @@
 """The gated delta rule where rows decode, on Hopper GPUs: the one kernel in CUDA C++.
 
-Owns which layers it serves, its compilation and launch; `delta_step.cu` does the work. It is not Triton's, because a
-warp's copies come in a ring that no other warp waits for, on past the end of a task: Triton copies a tile for a whole
-program, and begins each with waits. Invariant: the bits are `delta_decode`'s.
+Owns its constants and launch; `delta_step.cu` does the work. It is not Triton's, because a warp's copies come in a ring
+that no other warp waits for, on past the end of a task: Triton copies a tile for a whole program, and begins each with
+waits. Invariant: the bits are `delta_decode`'s.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-import triton
-from torch import Tensor
 
-from octavo.ops import compile
-from octavo.ops.compile import driver, nvrtc, side_by_side
-from octavo.ops.gemm.gemm_pipeline import is_hopper
+from octavo.ops.scan.delta import loading
 from octavo.ops.scan.kept import Form
 
-_LOG = logging.getLogger(__name__)
-_SIZE, _CHUNK = 128, 64  # of a head's keys and values; tokens
 _SLOT, _PLACES = 2048, 704  # see delta_step.cu
-_MOST_HEADS = 4  # of one key
 DEPTH = 4  # steps of a warp's ring
 PAIRS = 0  # whether a copy says that the 128 bytes beside its own are wanted too
 RESIDENT = {1: 3, 2: 2, 3: 1, 4: 1}  # blocks of a processor, by the heads of a key
-_TYPES = (torch.bfloat16, torch.float16)
-_functions: dict[tuple[str, int | None, tuple[tuple[str, int | str], ...]], int | None] = {}  # None: not to be had
+serves = loading.serves
 
 
 class Told(ctypes.Structure):
@@ -47,52 +37,10 @@ class Told(ctypes.Structure):
     ]
 
 
-def serves(heads: tuple[int, int], sizes: tuple[int, int], chunk: int, qkv: Tensor, kept: Sequence[Tensor]) -> bool:
-    """Whether a layer's decoding runs here. heads: of values and keys; sizes: of a key and a value.
-
-    kept: states, keys, values, updates, each head's and each token's in one line.
-    """
-    if not (qkv.is_cuda and qkv.dtype in _TYPES and kept[0].dtype == torch.float32 and is_hopper(qkv.device)):
-        return False
-    return fits(heads, sizes, chunk, qkv, kept)
-
-
-def fits(heads: tuple[int, int], sizes: tuple[int, int], chunk: int, qkv: Tensor, kept: Sequence[Tensor]) -> bool:
-    """Whether the shape is one that the kernel knows, and lies on bounds of 16 bytes."""
-    per = heads[0] // heads[1]
-    if sizes != (_SIZE, _SIZE) or chunk != _CHUNK or per > _MOST_HEADS:
-        return False
-    steps = [step * each.element_size() for each in kept for step in (*each.stride()[:3],)]
-    steps += [each.data_ptr() for each in (*kept, qkv)] + [qkv.stride(0) * qkv.element_size()]
-    return all(each.dtype == qkv.dtype for each in kept[1:]) and not any(step % 16 for step in steps)
-
-
 def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype: torch.dtype) -> dict[str, int | str]:
     """The kernel's. forms: of what is kept."""
-    names = "STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM"
-    return {
-        "HEADS": heads[0],
-        "KEY_HEADS": heads[1],
-        "PER": heads[0] // heads[1],
-        "BLOCK": block_size,
-        "DEPTH": DEPTH,
-        "PAIRS": PAIRS,
-        "RESIDENT": RESIDENT[heads[0] // heads[1]],
-        "HALF": int(dtype == torch.float16),
-        **{name: ",".join(map(str, form)) for name, form in zip(names, forms, strict=True)},
-    }
-
-
-@functools.cache
-def source(name: str = "delta_step") -> str:
-    """A kernel's of this folder, behind a lane's instructions."""
-    return Path(compile.__file__).with_name("lanes.cu").read_text(encoding="utf-8") + own_source(name)
-
-
-def own_source(name: str) -> str:
-    """Of this folder."""
-    names = ("delta_scout", "delta_step") if name == "delta_step" else (name,)
-    return "".join(Path(__file__).with_name(f"{each}.cu").read_text(encoding="utf-8") for each in names)
+    own: dict[str, int | str] = {"DEPTH": DEPTH, "PAIRS": PAIRS, "RESIDENT": RESIDENT[heads[0] // heads[1]]}
+    return own | loading.macros(heads, block_size, forms, dtype)
 
 
 def shared_bytes(own: dict[str, int | str]) -> int:
@@ -104,47 +52,13 @@ def shared_bytes(own: dict[str, int | str]) -> int:
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
     """Whether the kernel is there. Loads it unless a graph is captured; tells once why it cannot be had."""
-    return is_found("delta_step", shared_bytes(own), own, device)
-
-
-def is_found(kernel: str, shared: int, own: dict[str, int | str], device: torch.device) -> bool:
-    """The same of a kernel of this folder, whose blocks take so many bytes of shared memory."""
-    name = kernel, device.index, tuple(own.items())
-    if name not in _functions:
-        if (made := side_by_side.current()) is not None:
-            made.compile(kernel, name[2], functools.partial(nvrtc.machine_code, source(kernel), own, "sm_90a"))
-            return True
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        try:
-            _functions[name] = driver.load(nvrtc.machine_code(source(kernel), own, "sm_90a"), kernel, shared)
-        except (OSError, driver.DriverError, nvrtc.CompileError) as error:
-            _LOG.warning("the gated delta rule runs on other kernels, which may be slower: %s", error)
-            _functions[name] = None
-    return _functions[name] is not None
+    return loading.is_found("delta_step", shared_bytes(own), own, device)
 
 
 def launch(told: Told, own: dict[str, int | str], device: torch.device) -> None:
     """Run it; it may begin before the kernel ahead has ended. Ask `is_loaded` first."""
     blocks = min(told.num_rows * int(own["KEY_HEADS"]), int(own["RESIDENT"]) * _processors(device))
-    run("delta_step", told, blocks, 128 * int(own["PER"]) + 32, shared_bytes(own), own, device)
-
-
-def run(
-    kernel: str,
-    told: ctypes.Structure,
-    blocks: int,
-    threads: int,
-    shared: int,
-    own: dict[str, int | str],
-    device: torch.device,
-) -> None:
-    """Launch a kernel that `is_found`, or nothing in a pass that compiles."""
-    function = _functions.get((kernel, device.index, tuple(own.items())))
-    if function is not None:
-        params = (ctypes.c_void_p * 1)(ctypes.addressof(told))
-        stream = triton.runtime.driver.active.get_current_stream(device.index)
-        driver.launch_chained(function, blocks, 1, threads, shared, stream, params)
+    loading.run("delta_step", told, blocks, 128 * int(own["PER"]) + 32, shared_bytes(own), own, device)
 
 
 @functools.cache
