@@ -1,17 +1,20 @@
 """The gated delta rule on a GPU, one part a call: `python bench/h200/delta.py PART [--dry]`.
 
 bits: over cuts, batches and rejected drafts, with the kernels that stream states and walk prompts and without. decode,
-prompts: microseconds beside what bytes or operations take. steps: decoding by one kernel, by one that streams behind
-Triton's, and by Triton's: bits, times, float64. walked: prompts by CUDA's walk and by Triton's. choices, walks: of
-Triton's by tiles, stages, warps and registers, with the bits of prompts beside those of blocks. A table comes last.
-See states.py for --dry.
+prompts: microseconds beside what bytes or operations take. steps: decoding by Triton's kernels and by one in CUDA C++:
+bits, times, float64. walked: prompts by CUDA's walk and by Triton's. engine, plain: tokens a second of the shape `gdn`,
+as it is and by Triton alone. choices, walks: of Triton's by tiles, stages, warps and registers, with the bits of
+prompts beside those of blocks. A table comes last. See states.py for --dry.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from types import ModuleType
+from unittest import mock
 
 import torch
 
@@ -34,10 +37,10 @@ DECODES = (
 
 def decode_choices(counts: Sequence[int], computed: int) -> str:
     """Microseconds of the delta rule's decoding by `DECODES`, of the ready kernel, of the stream, and as it was."""
-    from octavo.states import gpu
+    from octavo.states import delta_gpu as gpu
 
     names = "_STREAM_REGISTERS", "_STREAM_STAGES", "_STREAM_TILES", "_READY_WARPS", "_READY_REGISTERS", "_STREAMED"
-    before, tiles, found = [getattr(gpu, name) for name in names], gpu._DELTA_TILES, []
+    before, tiles, found = [getattr(gpu, name) for name in names], gpu._TILES, []
     tile = tiles[gpu._STREAMING]
     for choice in (*DECODES, None):
         tiles[gpu._STREAMING], *values = (*choice, before[5]) if choice else (tile, *before[:5], ())
@@ -54,34 +57,38 @@ def decode_choices(counts: Sequence[int], computed: int) -> str:
     return "\n      ".join(found)
 
 
-# How the delta rule decodes: the value of `_COPIED`, and of the kernel's module steps of a ring and blocks a processor.
-STEPS: dict[str, tuple[int, int, int]] = {
-    "Triton's": (0, 0, 0),
-    "streamed, 5 x 2": (1, 5, 2),
-    "one kernel, 4 x 2": (2, 4, 2),
-    "streamed, 9 x 1": (1, 9, 1),
-    "one kernel, 3 x 2": (2, 3, 2),
-    "one kernel, 9 x 1": (2, 9, 1),
+# How the delta rule decodes: of the one kernel steps of a ring, blocks a processor, whether copies tell of 256 bytes.
+STEPS: dict[str, tuple[int, int, int] | None] = {
+    "Triton's": None,
+    "one kernel, 4 x 2": (4, 2, 0),
+    "one kernel, 4 x 2, of 256": (4, 2, 1),
+    "one kernel, 3 x 2": (3, 2, 0),
+    "one kernel, 3 x 2, of 256": (3, 2, 1),
 }
+
+
+@contextlib.contextmanager
+def copying(*kernels: ModuleType) -> Iterator[None]:
+    """Within: of the kernels in CUDA C++ these run, where they serve."""
+    from octavo.states import delta_gpu
+
+    with mock.patch.multiple(delta_gpu, _COPIED=kernels, _FEWEST_STEPS=1, _FEWEST_WALKS=1):
+        yield
 
 
 @contextlib.contextmanager
 def stepping(name: str) -> Iterator[None]:
     """Within: decoding by one of `STEPS`."""
-    from octavo.ops.scan import delta_step, delta_stream
-    from octavo.states import gpu
+    from octavo.ops.scan.delta import delta_step
 
-    copied, depth, resident = STEPS[name]
-    module = delta_step if copied == 2 else delta_stream
-    before = gpu._COPIED, module.DEPTH, dict(module.RESIDENT)
-    gpu._COPIED = copied
-    if copied:
-        module.DEPTH, module.RESIDENT[2] = depth, resident
-    try:
+    choice = STEPS[name]
+    depth, resident, pairs = choice or (delta_step.DEPTH, delta_step.RESIDENT[2], delta_step.PAIRS)
+    with (
+        copying(*(delta_step,) * (choice is not None)),
+        mock.patch.multiple(delta_step, DEPTH=depth, PAIRS=pairs),
+        mock.patch.dict(delta_step.RESIDENT, {2: resident}),
+    ):
         yield
-    finally:
-        gpu._COPIED, module.DEPTH = before[:2]
-        module.RESIDENT.update(before[2])
 
 
 def stepped(name: str) -> list[torch.Tensor]:
@@ -123,19 +130,44 @@ def step_times(name: str, num_rows: int, computed: int) -> str:
 
 def walk_steps(counts: Sequence[int]) -> str:
     """Microseconds of prompts by Triton's walk and by CUDA's, and whether results and all that is kept are the same."""
-    from octavo.states import gpu
+    from octavo.ops.scan.delta import delta_prompts
 
-    before, found, expected = gpu._WALKS_COPIED, [], []
-    for copied in (False, True):
-        gpu._WALKS_COPIED = copied
-        us, parts = states.timed("delta", counts, 0)
-        made = states.made("delta", counts)
+    found, expected = list[str](), list[torch.Tensor]()
+    for kernels in ((), (delta_prompts,)):
+        with copying(*kernels):
+            us, parts = states.timed("delta", counts, 0)
+            made = states.made("delta", counts)
         expected = expected or made
         found.append(
-            f"{'CUDA' if copied else 'Triton'} {us:.0f}{states.is_same(made, expected)} [{states.shown(parts)}]"
+            f"{'CUDA' if kernels else 'Triton'} {us:.0f}{states.is_same(made, expected)} [{states.shown(parts)}]"
         )
-    gpu._WALKS_COPIED = before
     return "us: " + "; ".join(found)
+
+
+def checks() -> str:
+    """What the comparisons ahead of a first launch found."""
+    from octavo.states import delta_gpu
+
+    return ", ".join(f"{str(what[0]).rpartition('.')[2]} {agrees}" for what, agrees in delta_gpu._agreed.items())
+
+
+def engine() -> str:
+    """Tokens a second of the shape `gdn`."""
+    from octavo.bench import gpu_engine
+    from octavo.bench.engine import dummy_model
+    from octavo.bench.shapes import SHAPES
+
+    fields = {"device": states.DEVICE, "dtype": "bfloat16", "numerics": "reproducible"}
+    shape = "tiny-hybrid" if DRY else "gdn"
+    run, found, began = gpu_engine.Run(shape, SHAPES[shape], fields, dummy_model), [], time.time()
+    with run.engine() as llm:
+        llm.engine.capture_rest()
+        started = time.time() - began
+        for name in ("single",) if DRY else ("decode64", "prefill"):
+            record = gpu_engine._timed(run, llm, name, 4.28e12, 7.2e14)
+            found.append(f"{name} {record['value']:.1f}")
+            print(f"{name}: {record}", flush=True)
+    return f"{', '.join(found)} tokens/s; start and graphs {started:.0f} s, all {time.time() - began:.0f} s"
 
 
 # Of the delta rule's prompts: channels and warps of a walk, chunks on their way or used; warps and registers where
@@ -150,12 +182,12 @@ WALKS = (
 
 def walk_choices(counts: Sequence[int]) -> str:
     """Microseconds of the delta rule's prompts by `WALKS`, of its kernels, and as it is without."""
-    from octavo.states import gpu
+    from octavo.states import delta_gpu as gpu
 
-    names = "_DELTA_STAGES", "_CHUNK_WARPS", "_CHUNK_REGISTERS", "_DELTA_WALKED"
-    before, tiles, found = [getattr(gpu, name) for name in names], gpu._DELTA_TILES, []
+    names = "_WALK_STAGES", "_CHUNK_WARPS", "_CHUNK_REGISTERS", "_WALKED"
+    before, tiles, found = [getattr(gpu, name) for name in names], gpu._TILES, []
     tile = tiles[gpu._WALKING]
-    gpu._DELTA_WALKED = ()
+    gpu._WALKED = ()
     expected = states.made("delta", counts)[:1]
     for choice in (*WALKS, None):
         tiles[gpu._WALKING], *values = (*choice, before[3]) if choice else (tile, *before[:3], ())
@@ -174,7 +206,7 @@ def walk_choices(counts: Sequence[int]) -> str:
 
 def bits_without(*off: str) -> str:
     """Results that differ between cuts of prompts, where some kernels are not used."""
-    from octavo.states import gpu
+    from octavo.states import delta_gpu as gpu
 
     before = [getattr(gpu, each) for each in off]
     for each in off:
@@ -192,19 +224,20 @@ def main() -> None:
     if "bits" in sys.argv:
         states.attempt("accuracy", states.accuracy, "delta", DTYPE)
         states.attempt("bits", states.bits, "delta", DTYPE)
-        states.attempt("bits, not walked", bits_without, "_DELTA_WALKED")
-        states.attempt("bits, nor streamed", bits_without, "_DELTA_WALKED", "_STREAMED")
+        states.attempt("bits, not walked", bits_without, "_WALKED")
+        states.attempt("bits, nor streamed", bits_without, "_WALKED", "_STREAMED")
     if "steps" in sys.argv:
         expected: list[torch.Tensor] = []
         for name in STEPS:  # one behind the other: what an error leaves of a GPU is of no use
             states.attempt(f"{name}: bits", step_bits, name, expected)
-            for num_rows, computed in ((2, 70),) if DRY else ((1, 1056), (64, 1056), (256, 160)):
-                states.attempt(f"{name}: {num_rows} rows", step_times, name, num_rows, computed)
+            for num_rows, computed in ((2, 70),) if DRY else ((1, 1056), (8, 1056), (64, 1056), (64, 1087), (256, 160)):
+                states.attempt(f"{name}: {num_rows} rows at {computed}", step_times, name, num_rows, computed)
+        states.attempt("compared", checks)
         states.attempt("bits over cuts", states.bits, "delta", DTYPE)
-        states.attempt("accuracy", states.accuracy, "delta", DTYPE)
     if "walked" in sys.argv:
-        for counts in prompts:
+        for counts in (*prompts, *(() if DRY else ([2730] * 3, [2048] * 4, [1638] * 5, [1024] * 8))):
             states.attempt(f"walked {len(counts)} x {counts[0]}", walk_steps, counts)
+        states.attempt("compared", checks)
         states.attempt("bits over cuts", states.bits, "delta", DTYPE)
     if "decode" in sys.argv:
         for num_rows, computed in ((1, 70),) if DRY else ((1, 1056), (64, 1056), (64, 1087), (256, 160)):
@@ -212,6 +245,11 @@ def main() -> None:
     if "prompts" in sys.argv:
         for counts in prompts:
             states.attempt(f"{len(counts)} x {counts[0]}", states.prefill, "delta", len(counts), counts[0])
+    if "engine" in sys.argv:
+        states.attempt("gdn", engine)
+    if "plain" in sys.argv:
+        with copying():
+            states.attempt("gdn by Triton alone", engine)
     if "choices" in sys.argv:
         for num_rows in (2,) if DRY else (64, 256):
             states.attempt(f"decode {num_rows}", decode_choices, [1] * num_rows, 70 if DRY else 160)

@@ -212,9 +212,9 @@ def prefill(name: str, num_rows: int, count: int) -> str:
 
 def tiles(name: str, kind: str, counts: Sequence[int], computed: int) -> str:
     """Microseconds of other tiles of `octavo.states.gpu`: (channels, warps)."""
-    from octavo.states import gpu
+    from octavo.states import delta_gpu, gpu
 
-    own = gpu._DELTA_TILES if name == "delta" else gpu._MAMBA2_TILES
+    own = delta_gpu._TILES if name == "delta" else gpu._MAMBA2_TILES
     before, found = own[kind], []
     for tile in ((64, 4), (64, 8), (32, 4), (32, 8)):
         own[kind] = tile

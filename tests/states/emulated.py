@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 
-from octavo.ops.scan import delta_prompts, delta_step
+from octavo.ops.scan.delta import delta_prompts, delta_step, loading
+from octavo.states import delta_gpu
 
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 _RUN = """
@@ -35,8 +36,7 @@ extern "C" void run(const Told* told, u32 count, u32 threads) {
 
 @functools.cache
 def _library(kernel: str, macros: tuple[tuple[str, int | str], ...]) -> ctypes.CDLL:
-    folder = Path(delta_step.__file__).parent
-    text = Path(__file__).with_name("lanes.h").read_text() + (folder / f"{kernel}.cu").read_text()
+    text = Path(__file__).with_name("lanes.h").read_text() + loading.own_source(kernel)
     folder = Path(tempfile.mkdtemp())
     source = folder / f"{hashlib.sha256(repr(macros).encode()).hexdigest()[:16]}.cpp"
     source.write_text(text + _RUN)
@@ -63,9 +63,10 @@ def emulated(blocks: int) -> Iterator[list[str]]:
         launches.append("delta_prompts")
         _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), num_rows * int(own["HEADS"]), 256)
 
-    shared = {"serves": delta_step.fits, "is_loaded": lambda macros, device: True}
+    shared = {"serves": loading.fits, "is_loaded": lambda macros, device: True}
     with (
         unittest.mock.patch.multiple(delta_step, launch=launch, **shared),
         unittest.mock.patch.multiple(delta_prompts, launch=walk, **shared),
+        unittest.mock.patch.object(delta_gpu, "_agrees", lambda *_: True),
     ):
         yield launches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import unittest.mock
 from collections.abc import Sequence
@@ -12,13 +13,14 @@ import state_rig as rig
 from emulated import COMPILER, emulated
 from octavo.layers.recurrent import GatedDeltaRule, ShortConvolution, state_spec
 from octavo.ops.scan import SHORT_CHUNK
+from octavo.ops.scan.delta import delta_prompts, delta_step
 from octavo.rl.autograd import recurrent
 from octavo.rl.autograd.recurrent import DeltaSizes, gated_delta, short_conv
 from octavo.rl.pack import Pack
-from octavo.states import gpu
+from octavo.states import delta_check, delta_gpu, gpu
 from octavo.states.base import StateBackend
 from octavo.states.gpu import GpuStates
-from octavo.states.reference import ReferenceStates
+from octavo.states.reference import DELTA_INPUTS, ReferenceStates
 
 MAKERS = rig.CASES
 
@@ -63,7 +65,7 @@ def walked() -> None:
 def streamed() -> None:
     """The delta rule's prompts that begin at borders, and its decoding, which only 16-bit types do so on a GPU."""
     types = (torch.float32,)
-    with unittest.mock.patch.multiple(gpu, _STREAMED=types, _DELTA_WALKED=types):
+    with unittest.mock.patch.multiple(delta_gpu, _STREAMED=types, _WALKED=types):
         check_results("cpu", "delta", torch.float32, (64, 150), 400)
         check_results("cpu", "delta", torch.float32, (70, 140), 64, (1, 3, 16, 40))
         check_decoding("cpu", "delta", torch.float32)
@@ -141,8 +143,9 @@ def one_kernel_decodes(heads: tuple[int, int], begins: Sequence[int], steps: int
     case = rig.CASES["delta"](torch.float16, *heads, 128, 128)
     drawn = rig.draw_all(case, [begin + steps for begin in begins])
     found = []
-    for copied in (0, 2):
-        with unittest.mock.patch.object(gpu, "_COPIED", copied), emulated(3) as launches:
+    for copied in ((), (delta_step,)):
+        own = unittest.mock.patch.multiple(delta_gpu, _COPIED=copied, _FEWEST_STEPS=1)
+        with own, emulated(3) as launches:
             rows = rig.Rows(case, GpuStates(), drawn, block_size=64)
             rows.compute(dict(enumerate(begins)))
             rows.padded = 1
@@ -159,15 +162,33 @@ def one_kernel_walks() -> None:
     case = rig.CASES["delta"](torch.float16, 1, 2, 128, 128)
     drawn = rig.draw_all(case, (150, 70))
     found = []
-    for copied in (False, True):
-        with unittest.mock.patch.object(gpu, "_WALKS_COPIED", copied), emulated(3) as launches:
+    for copied in ((), (delta_prompts,)):
+        own = unittest.mock.patch.multiple(delta_gpu, _COPIED=copied, _FEWEST_WALKS=1)
+        with own, emulated(3) as launches:
             rows = rig.Rows(case, GpuStates(), drawn, block_size=64)
             rows.compute({1: 70, 0: 64})
             rows.compute({0: 86})
-        assert launches == ["delta_prompts"] * 2 * copied
+        assert launches == ["delta_prompts"] * 2 * len(copied)
         found.append([*rows.results, rows.own.states[0].data.nan_to_num(0, 0, 0).clamp(-99, 99)])
     for one, other in zip(*found, strict=True):
         assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max()
+
+
+def kernels_are_compared() -> None:
+    """By an example of a layer's own shape, before they run: near each other here, of the same bits on a GPU."""
+    case = rig.CASES["delta"](torch.float16, 1, 2, 128, 128)
+    rows = rig.Rows(case, GpuStates(), rig.draw_all(case, (70,)), block_size=64)
+    told = GpuStates()._tell(rows.own, "delta", ("state",), DELTA_INPUTS, (128, 128, 128, 128, 1, 1))
+    runs = [functools.partial(delta_gpu.gated_delta, choose=lambda *_, own=each: own) for each in (False, True)]
+    like = torch.empty(0, dtype=torch.float16)
+    for row, name in ((delta_check.PROMPT, "delta_prompts"), (delta_check.DECODED, "delta_step")):
+        with emulated(3) as launches:
+            found = delta_check.results(rows.own, told, case.part.operands, like, row, runs)
+        assert launches == [name], (launches, told.forms)
+        assert delta_check.agree([found[0], found[0]])
+        assert not delta_check.agree([found[0], [each + 1 for each in found[0]]])
+        for one, other in zip(*found, strict=True):
+            assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max(), (name, one.shape)
 
 
 def several_heads_decode() -> None:
@@ -185,6 +206,6 @@ INTERPRETED = (
     | {"a pack": packed_sequences, "mamba2 walks": walked, "delta streams": streamed}
     | {"mamba2 decodes several heads": several_heads_decode}
     | {f"{heads[1]} heads in one kernel": lambda own=(heads, *rest): one_kernel_decodes(*own) for heads, *rest in _ONE}
-    | ({"a walk in CUDA": one_kernel_walks} if COMPILER else {})
+    | ({"a walk in CUDA": one_kernel_walks, "kernels are compared": kernels_are_compared} if COMPILER else {})
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}
 )

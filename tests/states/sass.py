@@ -60,7 +60,7 @@ def _effects(text: str) -> tuple[set[int], set[int]]:
             if "gdesc" in operand:  # A's and B's; B's alone is the second pair, where A comes from registers
                 from_registers = any(re.match(r"R\d", each) for each in operands[1:place])
                 first, count = (first + 2, 2) if from_registers else (first, 4)
-            elif "desc" in operand or ".64" in name:
+            elif "desc" in operand or (".64" in name and name[:3] not in ("STS", "LDS")):
                 count = 2
             read |= set(range(first, first + count))
     return read, written

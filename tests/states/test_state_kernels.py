@@ -23,7 +23,8 @@ import gpu_states_rig  # noqa: E402
 import state_rig as rig  # noqa: E402
 from interpreted import run_rig  # noqa: E402
 from octavo.ops.compile import launch, nvrtc  # noqa: E402
-from octavo.ops.scan import delta_prompts, delta_step, mamba2_decode_gpu  # noqa: E402
+from octavo.ops.scan import mamba2_decode_gpu  # noqa: E402
+from octavo.ops.scan.delta import delta_prompts, delta_step, loading  # noqa: E402
 from octavo.states import gpu  # noqa: E402
 from octavo.states.gpu import GpuStates  # noqa: E402
 from sass import unwritten_reads  # noqa: E402
@@ -69,7 +70,7 @@ def test_one_kernel_decodes_the_delta_rule_without_spilling(heads: int, tmp_path
         pytest.skip("needs NVRTC")
     form = (663552, 331776, 16384, 32, 32, 128, 2, 1)
     macros = delta_step.macros((16 * heads, 16), 64, [form] * 6, torch.bfloat16)
-    code, told = nvrtc.compile_told(delta_step.source(), macros, "sm_90a", "--ptxas-options=-v")
+    code, told = nvrtc.compile_told(loading.source("delta_step"), macros, "sm_90a", "--ptxas-options=-v")
     assert "0 bytes spill stores" in told, told
     assert unwritten_reads(code, tmp_path) == []
     found = re.search(r"Used (\d+) registers", told)
@@ -86,7 +87,7 @@ def test_a_walk_of_the_delta_rule_spills_no_register(tmp_path: Path) -> None:
     except nvrtc.CompileError:
         pytest.skip("needs NVRTC")
     macros = delta_prompts.macros((32, 16), 64, [(663552, 331776, 16384, 32, 32, 128, 2, 1)] * 6, torch.bfloat16)
-    code, told = nvrtc.compile_told(delta_step.source("delta_prompts"), macros, "sm_90a", "--ptxas-options=-v")
+    code, told = nvrtc.compile_told(loading.source("delta_prompts"), macros, "sm_90a", "--ptxas-options=-v")
     assert "0 bytes spill stores" in told, told
     assert unwritten_reads(code, tmp_path) == []
     assert delta_prompts.SHARED <= SHARED_BYTES

@@ -1,6 +1,6 @@
 """The gated delta rule over prompts, on a GPU: chunks made ready side by side, then walked one behind the other.
 
-Owns two kernels. Their formula, roundings and order of sums are those of `octavo.ops.scan.delta_gpu`, bit for bit:
+Owns two kernels. Their formula, roundings and order of sums are those of `octavo.ops.scan.delta.scan_gpu`, bit for bit:
 products of the model's type take a chunk's 64 rows at once, those of T and of M the 16 of a block, for in tf32 more
 rows have other bits. `delta_chunks` makes what `delta_blocks` does, a chunk a program. In `delta_walk` one has the
 state of a head in registers, and asks for the next chunk's inputs ahead: it serves rows whose step begins at a border,
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from octavo.ops.compile.launch import launched
-from octavo.ops.scan.delta_gpu import inverse_rows
+from octavo.ops.scan.delta.scan_gpu import inverse_rows
 from octavo.ops.scan.kept import PLACES, keep, numbers, place, row_of, tokens
 
 

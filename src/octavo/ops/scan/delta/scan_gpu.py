@@ -12,7 +12,7 @@ so that a row needs the rows up to it alone: a decoded token computes its block 
 read once, and written at a chunk's end: by `delta_advance` where every row decodes one token, since `delta_scan` with
 that takes twice the registers. Products are of the model's type with float32 sums, but for T's, which is float32 (tf32
 for 16-bit models), and takes 16 rows: on a Hopper a product of 64 rows in tf32 has other bits now and then. Where rows
-decode, `octavo.ops.scan.delta_decode_gpu` does the same, for prompts from a border on `octavo.ops.scan.delta_walk_gpu`.
+decode, `octavo.ops.scan.delta.decode_gpu` does the same, for prompts from a border on `octavo.ops.scan.delta.walk_gpu`.
 Invariants: a factor of 0 adds nothing, and rows beyond the end change none before.
 """
 

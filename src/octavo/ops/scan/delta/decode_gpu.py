@@ -1,6 +1,6 @@
 """The gated delta rule where every row decodes one token, on a GPU: all that needs no state, then the states' stream.
 
-Owns two kernels. Their formula, roundings and order of sums are those of `octavo.ops.scan.delta_gpu`, bit for bit:
+Owns two kernels. Their formula, roundings and order of sums are those of `octavo.ops.scan.delta.scan_gpu`, bit for bit:
 `delta_ready` makes a row's query and key, gates, M, one row of T and one row of the factors of o; `delta_decode` reads
 states, of which the next one is on its way while one is used, and the updates of the chunk's tokens before, as kept.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from octavo.ops.compile.launch import begin_after, end_before, launched, wait_before
 from octavo.ops.compile.row_sum import row_sums
-from octavo.ops.scan.delta_gpu import inverse_rows
+from octavo.ops.scan.delta.scan_gpu import inverse_rows
 from octavo.ops.scan.gates_gpu import softplus
 from octavo.ops.scan.kept import PLACES, place
 

@@ -1,9 +1,4 @@
-"""The gated delta rule where rows decode, on Hopper GPUs: the one kernel in CUDA C++.
-
-Owns which layers it serves, its compilation and launch; `delta_step.cu` does the work. It is not Triton's, because a
-warp's copies come in a ring that no other warp waits for, on past the end of a task: Triton copies a tile for a whole
-program, and begins each with waits. Invariant: the bits are `delta_decode`'s.
-"""
+"""What the gated delta rule's kernels in CUDA C++ share: layers that they serve, their text, loading and launches."""
 
 from __future__ import annotations
 
@@ -24,26 +19,9 @@ from octavo.ops.scan.kept import Form
 
 _LOG = logging.getLogger(__name__)
 _SIZE, _CHUNK = 128, 64  # of a head's keys and values; tokens
-_SLOT, _PLACES = 2048, 704  # see delta_step.cu
 _MOST_HEADS = 4  # of one key
-DEPTH = 4  # steps of a warp's ring
-RESIDENT = {1: 3, 2: 2, 3: 1, 4: 1}  # blocks of a processor, by the heads of a key
 _TYPES = (torch.bfloat16, torch.float16)
 _functions: dict[tuple[str, int | None, tuple[tuple[str, int | str], ...]], int | None] = {}  # None: not to be had
-
-
-class Told(ctypes.Structure):
-    """What a launch is told, as delta_step.cu has it."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("qkv", "a", "b", "decay", "dt_bias", "out", "rows", "query_start")),
-        *((name, ctypes.c_void_p) for name in ("seq_lens", "state_table", "input_table", "state", "key_kept")),
-        *((name, ctypes.c_void_p) for name in ("value_kept", "update_kept", "total_kept", "rate_kept")),
-        *((name, ctypes.c_int64) for name in ("qkv_row", "a_row", "b_row")),
-        *((name, ctypes.c_int) for name in ("state_columns", "input_columns", "state_first", "input_first")),
-        ("num_rows", ctypes.c_int),
-        ("scale", ctypes.c_float),
-    ]
 
 
 def serves(heads: tuple[int, int], sizes: tuple[int, int], chunk: int, qkv: Tensor, kept: Sequence[Tensor]) -> bool:
@@ -67,41 +45,35 @@ def fits(heads: tuple[int, int], sizes: tuple[int, int], chunk: int, qkv: Tensor
 
 
 def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype: torch.dtype) -> dict[str, int | str]:
-    """The kernel's. forms: of what is kept."""
+    """A layer's. forms: of what is kept."""
     names = "STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM"
     return {
         "HEADS": heads[0],
         "KEY_HEADS": heads[1],
         "PER": heads[0] // heads[1],
         "BLOCK": block_size,
-        "DEPTH": DEPTH,
-        "RESIDENT": RESIDENT[heads[0] // heads[1]],
         "HALF": int(dtype == torch.float16),
         **{name: ",".join(map(str, form)) for name, form in zip(names, forms, strict=True)},
     }
 
 
 @functools.cache
-def source(name: str = "delta_step") -> str:
-    """A kernel's of this folder."""
-    texts = Path(compile.__file__).with_name("lanes.cu"), Path(__file__).with_name(f"{name}.cu")
-    return "".join(text.read_text(encoding="utf-8") for text in texts)
+def source(kernel: str) -> str:
+    """A kernel's, behind a lane's instructions."""
+    return Path(compile.__file__).with_name("lanes.cu").read_text(encoding="utf-8") + own_source(kernel)
 
 
-def shared_bytes(own: dict[str, int | str]) -> int:
-    """Of a block: rings, what warps share of two tasks, and where three tasks' things lie."""
-    per, depth = int(own["PER"]), int(own["DEPTH"])
-    brought, made = 64 * 272 + 256 + per * 320, per * (16 * 144 + 128 + 64 + 1040)
-    return 4 * per * depth * _SLOT + 2 * brought + made + 3 * _PLACES
-
-
-def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
-    """Whether the kernel is there. Loads it unless a graph is captured; tells once why it cannot be had."""
-    return is_found("delta_step", shared_bytes(own), own, device)
+def own_source(kernel: str) -> str:
+    """Of this folder."""
+    names = ("delta_scout", "delta_step") if kernel == "delta_step" else (kernel,)
+    return "".join(Path(__file__).with_name(f"{each}.cu").read_text(encoding="utf-8") for each in names)
 
 
 def is_found(kernel: str, shared: int, own: dict[str, int | str], device: torch.device) -> bool:
-    """The same of a kernel of this folder, whose blocks take so many bytes of shared memory."""
+    """Whether a kernel is there, whose blocks take so many bytes of shared memory.
+
+    Loads it unless a graph is captured; tells once why it cannot be had.
+    """
     name = kernel, device.index, tuple(own.items())
     if name not in _functions:
         if (made := side_by_side.current()) is not None:
@@ -115,12 +87,6 @@ def is_found(kernel: str, shared: int, own: dict[str, int | str], device: torch.
             _LOG.warning("the gated delta rule runs on other kernels, which may be slower: %s", error)
             _functions[name] = None
     return _functions[name] is not None
-
-
-def launch(told: Told, own: dict[str, int | str], device: torch.device) -> None:
-    """Run it; it may begin before the kernel ahead has ended. Ask `is_loaded` first."""
-    blocks = min(told.num_rows * int(own["KEY_HEADS"]), int(own["RESIDENT"]) * _processors(device))
-    run("delta_step", told, blocks, 128 * int(own["PER"]) + 32, shared_bytes(own), own, device)
 
 
 def run(
@@ -138,8 +104,3 @@ def run(
         params = (ctypes.c_void_p * 1)(ctypes.addressof(told))
         stream = triton.runtime.driver.active.get_current_stream(device.index)
         driver.launch_chained(function, blocks, 1, threads, shared, stream, params)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,300 @@
+"""The gated delta rule on a GPU: which kernels run, of Triton's and in CUDA C++, and their tiles.
+
+Invariants: tiles move no bit, nor does the choice of a kernel; no launch waits for the device, so graphs may hold it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.ops.compile import side_by_side, validation_cache
+from octavo.ops.compile.launch import chained
+from octavo.ops.compile.row_sum import padded_length
+from octavo.ops.scan import DeltaOperands
+from octavo.ops.scan.delta import delta_prompts, delta_step
+from octavo.ops.scan.delta.decode_gpu import delta_decode, delta_ready
+from octavo.ops.scan.delta.scan_gpu import delta_advance, delta_blocks, delta_scan
+from octavo.ops.scan.delta.walk_gpu import delta_chunks, delta_walk
+from octavo.ops.scan.gates_gpu import normalize_keys
+from octavo.states import delta_check
+from octavo.states.base import LayerStates
+from octavo.states.launches import FEW, PLAIN, Told, gates, is_streamable, kind_of, precision
+
+_LOG = logging.getLogger(__name__)
+_LINES = 16  # q and k that a program makes of norm 1
+# Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
+_ADVANCING, _WALKING, _STREAMING = "advance", "walk", "stream"
+_TILES = {
+    "decode": (64, 4),
+    "short": (64, 8),
+    "long": (64, 8),
+    _STREAMING: (64, 4),
+    _WALKING: (32, 4),
+    _ADVANCING: (32, 8),
+}
+# Of its prompts: chunks that are on their way or used; types whose chunks are walked.
+_WALK_STAGES, _WALKED = 2, (torch.bfloat16, torch.float16)
+_PARTS = 32  # programs of a row that advance states, which few rows do in a step
+_GROUP = 8  # rows that a program looks through for such
+_BLOCK_WARPS, _CHUNK_WARPS, _CHUNK_REGISTERS = 2, 8, 128
+# Of the delta rule where rows decode: types whose states are streamed; tiles of a program at most, programs that keep a
+# GPU busy, tiles on their way or used, registers of a thread (three programs a processor); warps and registers where
+# one of keys is made ready.
+_STREAMED = (torch.bfloat16, torch.float16)
+_STREAM_TILES, _STREAM_PROGRAMS, _STREAM_STAGES, _STREAM_REGISTERS = 4, 512, 2, 168
+_READY_WARPS, _READY_REGISTERS = 2, 200
+# Kernels in CUDA C++ that run where they serve; rows' heads, of keys where they decode and else of values, with which
+# an H200 is busy enough for them: a block has one, of which Triton's programs have tiles.
+_COPIED: tuple[ModuleType, ...] = (delta_step, delta_prompts)
+_FEWEST_STEPS, _FEWEST_WALKS = 128, 128
+_agreed: dict[tuple[object, ...], bool] = {}  # by kernel, GPU and what it was compiled for
+_SCAN_REGISTERS: int | None = 128  # of a thread: four programs of 16-bit types a processor, 32 kB of states each
+_FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM")
+
+
+Choose = Callable[[ModuleType, LayerStates, Told, DeltaOperands, Tensor], bool]
+
+
+def chosen(kernel: ModuleType, own: LayerStates, told: Told, rule: DeltaOperands, qkv: Tensor) -> bool:
+    """Whether `delta_step` or `delta_prompts` serves a layer, is there, and was found to give Triton's bits."""
+    heads, sizes = (rule.num_heads, rule.num_key_heads), (rule.key_size, rule.value_size)
+    if kernel not in _COPIED or not kernel.serves(heads, sizes, own.chunk, qkv, told.kept[:4]):
+        return False
+    macros = kernel.macros(heads, own.block_size, told.forms, qkv.dtype)
+    return kernel.is_loaded(macros, qkv.device) and _agrees(kernel, macros, own, told, rule, qkv)
+
+
+def _agrees(
+    kernel: ModuleType,
+    macros: dict[str, int | str],
+    own: LayerStates,
+    told: Told,
+    rule: DeltaOperands,
+    qkv: Tensor,
+) -> bool:
+    """Whether the kernel has Triton's bits: found once, unless a graph is captured or a pass compiles."""
+    what = kernel.__name__, qkv.device.index, *macros.items()
+    if what not in _agreed:
+        if side_by_side.current() is not None:
+            return True
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        row = delta_check.DECODED if kernel is delta_step else delta_check.PROMPT
+
+        def compare() -> bool:
+            runs = [functools.partial(gated_delta, choose=lambda *_, own=each: own) for each in (False, True)]
+            return delta_check.agree(delta_check.results(own, told, rule, qkv, row, runs))
+
+        _agreed[what] = validation_cache.holds([kernel.__name__, sorted(map(str, macros.items()))], qkv.device, compare)
+        if not _agreed[what]:
+            _LOG.warning("%s sums in another order than Triton's kernels, which run instead", kernel.__name__)
+    return _agreed[what]
+
+
+def gated_delta(
+    own: LayerStates,
+    told: Told,
+    rule: DeltaOperands,
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    *,
+    choose: Choose = chosen,
+) -> Tensor:
+    """See StateBackend."""
+    keys, values = rule.key_size, rule.value_size
+    step, heads = own.inputs, rule.num_heads
+    if step.max_query_len == 1 and qkv.dtype in _STREAMED and is_streamable(told, keys):
+        is_copied = a.dtype == b.dtype == qkv.dtype and choose(delta_step, own, told, rule, qkv)
+        if is_copied and (len(step.rows) * rule.num_key_heads >= _FEWEST_STEPS or choose is not chosen):
+            out = _step(own, told, rule, qkv, a, b)
+        else:
+            out = _decode(own, told, rule, qkv, a, b)
+        _advance(own, told, rule, qkv)
+        return out
+    count, num_rows, padded = len(qkv), len(step.rows), padded_length(keys)
+    query, key = (qkv.new_empty(count, rule.num_key_heads, keys) for _ in range(2))  # each aligned, at any length
+    out = qkv.new_empty(count, heads * values)
+    if count:
+        norms = {"HEADS": rule.num_key_heads, "SIZE": keys, "PADDED": padded, "LEVELS": padded.bit_length() - 1}
+        lines = count * rule.num_key_heads
+        normalize_keys[(-(-lines // _LINES),)](
+            qkv, qkv.stride(0), query, key, keys**-0.5, lines, **norms, LINES=_LINES, num_warps=4, **PLAIN
+        )
+    total, rate = gates(own, told, a, b, rule.decay, rule.dt_bias, (0.0, 0.0), slots=(4, 5))
+    walks = step.max_query_len > FEW and own.chunk == 64 and qkv.dtype in _WALKED and is_streamable(told, keys)
+    made = _blocks(own, told, rule, query, key, total, rate, walks)
+    forms = dict(zip(_FORMS, told.forms, strict=True))
+    kind = kind_of(step.max_query_len)
+    is_copied = walks and choose(delta_prompts, own, told, rule, qkv)
+    if is_copied and (num_rows * heads >= _FEWEST_WALKS or choose is not chosen):
+        _walk(own, told, rule, (query, key, qkv, total, rate, *made), out)
+    elif walks:  # rows that begin at a border
+        state, key_kept, value_kept, update, _, _ = told.kept
+        named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM")}
+        wide, warps = _tile(values, _WALKING)
+        delta_walk[heads * -(-values // wide), num_rows](
+            query, key, qkv[:, 2 * rule.num_key_heads * keys :], qkv.stride(0), total, rate, *made, out,
+            step.rows, step.query_start, step.seq_lens, *told.tables, state, key_kept, value_kept, update,
+            *told.firsts, **_shape(own, rule, qkv), **named, VALUE_SIZE=values, TILE=wide,
+            STAGES=_WALK_STAGES, num_warps=warps, num_stages=1, **PLAIN,
+        )  # fmt: skip
+    tile, _ = _tile(values, kind)
+    delta_scan[heads * -(-values // tile), num_rows](
+        query, key, qkv[:, 2 * rule.num_key_heads * keys :], qkv.stride(0), total, rate, *made, out,
+        step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
+        **_shape(own, rule, qkv), **forms, VALUE_SIZE=values, TILE=tile,
+        ADVANCE=step.max_query_len > 1, WALKED=walks, num_stages=1, **_program(qkv, kind), **PLAIN,
+    )  # fmt: skip
+    if step.max_query_len == 1:
+        _advance(own, told, rule, qkv)
+    return out
+
+
+def _walk(own: LayerStates, told: Told, rule: DeltaOperands, made: tuple[Tensor, ...], out: Tensor) -> None:
+    """What `delta_walk` does, by `delta_prompts`."""
+    step, kept, (query, key, qkv, *others) = own.inputs, told.kept[:4], made
+    macros = delta_prompts.macros((rule.num_heads, rule.num_key_heads), own.block_size, told.forms, qkv.dtype)
+    state_table, state_columns, input_table, input_columns = told.tables
+    given = query, key, qkv[:, 2 * rule.num_key_heads * rule.key_size :], *others, out
+    places = *given, step.rows, step.query_start, step.seq_lens, state_table, input_table, *kept
+    numbers = qkv.stride(0), state_columns, input_columns, *told.firsts
+    to_tell = delta_prompts.Told(*(each.data_ptr() for each in places), *numbers)
+    delta_prompts.launch(to_tell, len(step.rows), macros, qkv.device)
+
+
+def _decode(own: LayerStates, told: Told, rule: DeltaOperands, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Where every row has one token: what needs no state, then states as they come."""
+    step, heads, key_heads = own.inputs, rule.num_heads, rule.num_key_heads
+    keys, values = rule.key_size, rule.value_size
+    num_rows, per = len(step.rows), rule.num_heads // rule.num_key_heads
+    padded, pdl = padded_length(keys), chained(qkv.device)
+    out = qkv.new_empty(len(qkv), heads * values)
+    query, key = qkv.new_empty(2, num_rows, key_heads, keys)
+    before, factor = qkv.new_empty(num_rows, heads, 16, own.chunk), qkv.new_empty(num_rows, heads, own.chunk)
+    factors, below = (torch.empty(num_rows, heads, width, device=qkv.device) for width in (48, 256))
+    state, key_kept, value_kept, update, total, rate = told.kept
+    forms, shape = dict(zip(_FORMS, told.forms, strict=True)), _shape(own, rule, qkv)
+    given = step.rows, step.query_start, step.seq_lens
+    named = {name: forms[name] for name in ("KEY_FORM", "TOTAL_FORM", "RATE_FORM")}
+    delta_ready[key_heads, num_rows](
+        qkv, qkv.stride(0), a, a.stride(0), b, b.stride(0), rule.decay, rule.dt_bias, keys**-0.5,
+        query, key, before, factor, factors, below, *given, *told.tables[2:], key_kept, total, rate,
+        told.firsts[1], **shape, **named, LEVELS=padded.bit_length() - 1, LANES=16 * (1 << (per - 1).bit_length()),
+        num_warps=_READY_WARPS, maxnreg=_READY_REGISTERS, num_stages=1, **PLAIN, **pdl,
+    )  # fmt: skip
+    made = query, key, before, factor, factors, qkv[:, 2 * key_heads * keys :]
+    wide, warps = _tile(values, _STREAMING)
+    tiles = -(-values // wide)
+    named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM")}
+    delta_decode[heads * tiles // _tiles_of(per * tiles, num_rows * heads * tiles), num_rows](
+        *made, qkv.stride(0), out, *given, *told.tables, state, key_kept, value_kept, update, *told.firsts,
+        **shape, **named, VALUE_SIZE=values, TILE=wide, STAGES=_STREAM_STAGES,
+        num_warps=warps, maxnreg=_STREAM_REGISTERS, num_stages=1, **PLAIN, **pdl,
+    )  # fmt: skip
+    return out
+
+
+def _step(own: LayerStates, told: Told, rule: DeltaOperands, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """What `_decode` does, by `delta_step`."""
+    step, out = own.inputs, qkv.new_empty(len(qkv), rule.num_heads * rule.value_size)
+    macros = delta_step.macros((rule.num_heads, rule.num_key_heads), own.block_size, told.forms, qkv.dtype)
+    state_table, state_columns, input_table, input_columns = told.tables
+    given = qkv, a, b, rule.decay, rule.dt_bias, out, step.rows, step.query_start, step.seq_lens
+    places = [each.data_ptr() for each in (*given, state_table, input_table, *told.kept)]
+    numbers = qkv.stride(0), a.stride(0), b.stride(0), state_columns, input_columns, *told.firsts, len(step.rows)
+    delta_step.launch(delta_step.Told(*places, *numbers, rule.key_size**-0.5), macros, qkv.device)
+    return out
+
+
+def _advance(own: LayerStates, told: Told, rule: DeltaOperands, qkv: Tensor) -> None:
+    """Write the states of rows whose one token ends a chunk."""
+    step, values = own.inputs, rule.value_size
+    state, key, _, update, total, _ = told.kept
+    forms = dict(zip(_FORMS, told.forms, strict=True))
+    named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "UPDATE_FORM", "TOTAL_FORM")}
+    num_rows = len(step.rows)
+    delta_advance[_PARTS, -(-num_rows // _GROUP)](
+        step.rows, step.query_start, step.seq_lens, num_rows, *told.tables, state, key, update, total,
+        *told.firsts, **_shape(own, rule, qkv), VALUE_SIZE=values, TILE=_tile(values, _ADVANCING)[0],
+        PARTS=_PARTS, GROUP=_GROUP, **named, num_warps=_TILES[_ADVANCING][1], num_stages=1, **PLAIN,
+        **chained(qkv.device),
+    )  # fmt: skip
+
+
+def _blocks(
+    own: LayerStates,
+    told: Told,
+    rule: DeltaOperands,
+    query: Tensor,
+    key: Tensor,
+    total: Tensor,
+    rate: Tensor,
+    by_chunk: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `delta_blocks` makes of the step's blocks of 16 tokens; by_chunk: `delta_chunks` makes it."""
+    step, heads = own.inputs, rule.num_heads
+    is_one, num_rows = step.max_query_len == 1, len(step.rows)
+    blocks = num_rows if is_one else len(query) // 16 + 2 * num_rows  # at most; see delta_blocks
+    before, factor = query.new_empty(2, blocks, heads, 16, own.chunk)
+    inverse = torch.empty(blocks, heads, 16, 16, device=query.device)
+    _, key_kept, _, _, total_kept, rate_kept = told.kept
+    forms = dict(zip(_FORMS, told.forms, strict=True))
+    named = {name: forms[name] for name in ("KEY_FORM", "TOTAL_FORM", "RATE_FORM")}
+    if by_chunk:
+        per = heads // rule.num_key_heads
+        delta_chunks[len(query) // own.chunk + 2 * num_rows, rule.num_key_heads, 2](
+            query, key, total, rate, before, factor, inverse, torch.empty_like(inverse), step.rows,
+            step.query_start, step.seq_lens, num_rows, *told.tables[2:], key_kept, total_kept, rate_kept,
+            told.firsts[1], **_shape(own, rule, query), **named,
+            LANES=own.chunk * (1 << (per - 1).bit_length()), num_warps=_CHUNK_WARPS, maxnreg=_CHUNK_REGISTERS,
+            num_stages=1, **PLAIN,
+        )  # fmt: skip
+        return before, factor, inverse
+    delta_blocks[blocks, heads, 3](
+        query, key, total, rate, before, factor, inverse, step.rows, step.query_start, step.seq_lens, num_rows,
+        *told.tables[2:], key_kept, total_kept, rate_kept, told.firsts[1], **_shape(own, rule, query),
+        **named, ONE=is_one, num_warps=_BLOCK_WARPS * query.element_size() // 2, num_stages=1, **PLAIN,
+    )  # fmt: skip
+    return before, factor, inverse
+
+
+def _tile(size: int, kind: str) -> tuple[int, int]:
+    """Channels of a head that a program takes, and its warps."""
+    return min(_TILES[kind][0], padded_length(size)), _TILES[kind][1]
+
+
+def _tiles_of(alike: int, tiles: int) -> int:
+    """How many of `tiles` a program takes: as many as leave enough programs, and divide those of a key evenly."""
+    most = max(1, min(_STREAM_TILES, tiles // _STREAM_PROGRAMS))
+    return next(n for n in range(most, 0, -1) if alike % n == 0)
+
+
+def _program(x: Tensor, kind: str) -> dict[str, Any]:
+    """A scan's warps, and the registers of a thread where rows decode."""
+    warps = _TILES[kind][1]
+    if kind != "decode":
+        return {"num_warps": warps}
+    if x.dtype is torch.float32:
+        return {"num_warps": 2 * warps, "maxnreg": 255}  # unless it is told so, ptxas 12.8 takes 32 and spills
+    return {"num_warps": warps} | ({"maxnreg": _SCAN_REGISTERS} if _SCAN_REGISTERS else {})
+
+
+def _shape(own: LayerStates, rule: DeltaOperands, x: Tensor) -> dict[str, Any]:
+    """Constants that both kernels of the delta rule take."""
+    return {
+        "HEADS": rule.num_heads,
+        "KEY_HEADS": rule.num_key_heads,
+        "KEY_SIZE": rule.key_size,
+        "KEY_PADDED": padded_length(rule.key_size),
+        "CHUNK": own.chunk,
+        "BLOCK": own.block_size,
+        "PRECISION": precision(x),
+    }
