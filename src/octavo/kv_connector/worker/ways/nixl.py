@@ -59,6 +59,7 @@ class NixlWay:
         theirs, own = read_region(told, pair, len(blocks)), msgspec.structs.replace(self._own, blocks=blocks)
         reader = self._reader(pair, theirs)
         sides = zip(joined_runs(own, theirs), (own, theirs), strict=True)
+        pair.mark("met")
         local, remote = (Runs(places, region.device, region.kind) for places, region in sides)
         with job.touching():
             reader.agent.move("READ", local, remote, reader.name, pair)

@@ -22,7 +22,7 @@ import torch
 from octavo.kv_connector.peers import NIXL
 from octavo.kv_connector.worker.pair import Pair, TransferError
 
-POLL = 0.0002  # seconds between two questions whether the other side wants something
+POLL = 0.00005  # seconds between two questions whether the other side wants something
 _LOOK = 0.00003  # seconds between two looks at a transfer, of which each may let it go on
 
 
