@@ -82,8 +82,9 @@ class Marks:
         """Note it from now on."""
         self._found: list[tuple[str, float]] = []
         core: Any = llm.engine.core
-        worker = core._executor._worker._connector
-        for owner, name in ((core.scheduler, "take_loads"), (core._executor, "submit"), (worker, "begin")):
+        connector = core.scheduler.loads.connector
+        orders = getattr(connector, "_inner", connector)._orders  # Octavo's own may be called through a guard
+        for owner, name in ((core.scheduler, "take_loads"), (core._executor, "submit"), (orders, "begin")):
             setattr(owner, name, self._noted(name, getattr(owner, name)))
 
     def _noted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ from octavo.kv_connector.worker import cache_bytes
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Mover
 from octavo.kv_connector.worker.ways import ipc_memory
-from octavo.ops.compile import driver
+from octavo.ops import mapped
 from octavo.ops.copying import can_copy_pieces
 from peer_engine import peer
 from test_p2p import LONG, PARAMS, PROMPTS, WAYS, bits, need_library, p2p, until_idle, with_transfer
@@ -73,13 +73,13 @@ def test_P_4_D_2_memory_of_another_process_is_mapped_and_copied_from(
 ) -> None:
     """On one GPU, as between two; and by rows, into blocks of another size."""
     monkeypatch.setattr(ipc_memory, "_LEAST_RUN", 1 if how == "copy engine" else 1 << 40)
-    batches, copy_batch = list[int](), driver.copy_batch
+    batches, copy_runs = list[int](), mapped.copy_runs
 
     def noted(*args: Any) -> None:
-        copy_batch(*args)  # who fails here is not noted
+        copy_runs(*args)  # who fails here is not noted
         batches.append(len(args[0]))
 
-    monkeypatch.setattr(driver, "copy_batch", noted)
+    monkeypatch.setattr(mapped, "copy_runs", noted)
     expected = computed_alone("LBNHC", long=True)
     sizes = (16, 32) if (theirs, ours) == ("LBNHC", "LBNHC") else (16,)
     with peer(
@@ -96,7 +96,7 @@ def test_P_4_D_2_memory_of_another_process_is_mapped_and_copied_from(
                     assert llm.reset_prefix_cache()
                 stats = llm.engine.scheduler.stats()
                 assert stats.num_loaded_tokens and not stats.num_load_failures
-                assert bool(batches) == (how == "copy engine" and driver.copies_in_batches())
+                assert bool(batches) == (how == "copy engine" and mapped.copies_in_batches())
 
 
 def test_P_3_one_gpu_for_both_sides_is_a_failed_load_and_is_recomputed() -> None:

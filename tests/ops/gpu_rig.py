@@ -330,7 +330,7 @@ def check_copy_blocks(device: str, pages: tuple[int, int], part: int) -> None:
     for here, there in blocks.T.tolist():
         expected[:, here] = theirs[:, there].reshape(-1).view(pages[0], -1)
     strides = [
-        gpu_copy.Strides(part * (count if page == parts else 1), part if page == parts else part * parts)
+        (part * (count if page == parts else 1), part if page == parts else part * parts)
         for page, count in zip(pages, counts, strict=True)
     ]
     gpu_copy.copy_blocks(own, beside.data_ptr() + offset, blocks, (strides[0], strides[1]), parts, part)

@@ -7,8 +7,6 @@ where the parts do not consist of such; few programs run at once, and what they 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 import triton
@@ -21,13 +19,6 @@ from octavo.ops.copying import to_device
 _BLOCK = 2048
 _WARPS = 8
 _PROGRAMS = 256
-
-
-class Strides(NamedTuple):
-    """Where a part of a block lies: bytes from one part to the next, and from one block to the next."""
-
-    part: int
-    block: int
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -60,17 +51,14 @@ def copy_blocks(
     own: torch.Tensor,
     address: int,
     blocks: NDArray[np.int64],
-    strides: tuple[Strides, Strides],
+    strides: tuple[tuple[int, int], tuple[int, int]],
     num_parts: int,
     part_bytes: int,
 ) -> None:
-    """Copy parts of blocks from `address` to `own`, on the current stream, not waited for.
-
-    own: uint8, contiguous. blocks: int64 [2, count]: here, and there. strides: here, and there.
-    """
+    """See `octavo.ops.mapped.copy_blocks`."""
     numbers = [address, own.data_ptr(), part_bytes, *strides[0], *strides[1]]
     word = 8 if all(number % 8 == 0 for number in numbers) else 1
-    (own_part, own_block), (their_part, their_block) = ((each.part // word, each.block // word) for each in strides)
+    (own_part, own_block), (their_part, their_block) = ((part // word, block // word) for part, block in strides)
     _copy_blocks[(_PROGRAMS,)](
         own.view(-1).view(torch.int64 if word == 8 else torch.uint8),
         (address - own.data_ptr()) // word,
