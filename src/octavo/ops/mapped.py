@@ -7,6 +7,7 @@ even if who owns it has ended. The calling thread has a context of the driver's:
 from __future__ import annotations
 
 import ctypes
+import logging
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from octavo.ops.compile import driver
 
+_LOG = logging.getLogger(__name__)
 HANDLE_BYTES = 64
 _PEER_ACCESS = 1  # opened memory may be another GPU's
 
@@ -30,7 +32,7 @@ def share(address: int) -> tuple[bytes, int]:
 
 
 def open_handle(handle: bytes) -> tuple[int, int]:
-    """The address of what a handle opens, and its bytes. Raises DriverError."""
+    """The address of what a handle opens, and its bytes, 0 where the driver does not say. Raises DriverError."""
     if len(handle) != HANDLE_BYTES:
         raise driver.DriverError(f"a handle has {HANDLE_BYTES} bytes, not {len(handle)}")
     address = ctypes.c_uint64()
@@ -39,9 +41,9 @@ def open_handle(handle: bytes) -> tuple[int, int]:
     )
     try:
         return address.value, _allocation(address.value)[1]
-    except driver.DriverError:
-        close_handle(address.value)
-        raise
+    except driver.DriverError as error:
+        _LOG.warning("how much memory of a peer was mapped is not known: %s", error)
+        return address.value, 0
 
 
 def close_handle(address: int) -> None:

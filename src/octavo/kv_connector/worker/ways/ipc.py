@@ -2,7 +2,7 @@
 
 Owns what a peer is told of the cache's memory, what was mapped of peers, and a thread that lets go of peers which have
 gone: their GPU would else have no room for the next engine. Invariants: nothing is read outside of what the driver says
-was mapped; a mapping ends with its connection, and not while blocks are copied out of it.
+was mapped, if it says so; a mapping ends with its connection, and not while blocks are copied out of it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class IpcWay:
             if mapped.is_closed:
                 raise EOFError(f"{pair.peer} has closed the connection")
             end = mapped.offset + theirs.num_pages * theirs.num_blocks * theirs.page_bytes
-            if not 0 <= mapped.offset <= end <= mapped.num_bytes:
+            if not 0 <= mapped.offset <= end or 0 < mapped.num_bytes < end:
                 raise TransferError(f"{pair.peer} tells of {end} bytes, and {mapped.num_bytes} are mapped")
             yield msgspec.structs.replace(theirs, base=mapped.address + mapped.offset)
 

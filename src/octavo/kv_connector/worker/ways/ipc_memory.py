@@ -38,7 +38,7 @@ class Memory(Protocol):
         """What others open a tensor's memory by. Raises RuntimeError where it cannot be had."""
 
     def open(self, shared: Shared) -> tuple[int, int]:
-        """Address of what a handle opens, and its bytes. Raises RuntimeError."""
+        """Address of what a handle opens, and its bytes, if that is known. Raises RuntimeError."""
 
     def close(self, address: int) -> None:
         """Unmap what was opened."""
