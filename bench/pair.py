@@ -1,15 +1,18 @@
-"""Benchmark of a pair of engines: `python bench/pair.py --shape 8b --length 4000 p2p:nccl p2p nixl mooncake`.
+"""Benchmark of a pair of engines: `python bench/pair.py --shape 8b --length 4000 p2p:ipc p2p:nccl p2p nixl mooncake`.
 
 An engine in a process of its own, on the next GPU if there are two, computes prompts of random tokens; this one fetches
 their blocks and computes one token. What is told of each way: seconds to the first token here, alone and of the pair
 (the other engine's included), and the rate of the fetches beside one plain copy between the two GPUs. Tokens and
-log-probabilities are one engine's, or the way has failed. What fails is left out, by name.
+log-probabilities are one engine's, or the way has failed. What fails is left out, by name. With --marks it says on
+stderr when what happened of each load, on both sides, and with --hits how long the first token of a hit takes, at once
+and after a pause as long as the other engine computes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import random
 import statistics
@@ -17,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -72,6 +75,62 @@ def first_token(llm: LLM, prompt: list[int], said: dict[str, Any] | None) -> Fir
     return First(seconds, output.kv_transfer_params, [list(own.token_ids), own.cumulative_logprob])
 
 
+class Marks:
+    """When what happened between a request's begin and its first token, in an engine of this process."""
+
+    def __init__(self, llm: LLM) -> None:
+        """Note it from now on."""
+        self._found: list[tuple[str, float]] = []
+        core: Any = llm.engine.core
+        connector = core.scheduler.loads.connector
+        orders = getattr(connector, "_inner", connector)._orders  # Octavo's own may be called through a guard
+        for owner, name in ((core.scheduler, "take_loads"), (core._executor, "submit"), (orders, "begin")):
+            setattr(owner, name, self._noted(name, getattr(owner, name)))
+
+    def _noted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*args)
+            finally:
+                if name == "submit":
+                    self._found += [(name, began), ("submitted", time.perf_counter())]
+                else:
+                    self._found.append((name, began))
+
+        return noted
+
+    def tell(self, seconds: float) -> None:
+        """Of a request that has ended now, after so many seconds."""
+        ended, found = time.perf_counter(), self._found
+        self._found = []
+        told = ", ".join(f"{name} {(at - ended + seconds) * 1e3:.2f}" for name, at in found)
+        print(f"here, ms: {told}, ended {seconds * 1e3:.2f}", file=sys.stderr)
+
+
+def log_loads(side: str) -> None:
+    """What loads say of themselves goes to stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"{side}: %(message)s"))
+    log = logging.getLogger("octavo.kv_connector.worker")
+    log.setLevel(logging.DEBUG)
+    log.addHandler(handler)
+    log.propagate = False
+
+
+def hits(folder: str, length: int, prompts: Sequence[list[int]], pause: float) -> None:
+    """Say how long the first token of a prompt takes that is in the cache."""
+    with LLM(**{**fields_of(folder, length, "", ""), "enable_prefix_caching": True}) as llm:
+        found: dict[float, list[float]] = {0.0: [], pause: []}
+        for prompt in prompts:
+            first_token(llm, prompt, None)
+            for seconds, own in found.items():
+                time.sleep(seconds)
+                own.append(first_token(llm, prompt, None).seconds)
+    told = ", ".join(f"{statistics.median(own[1:]) * 1e3:.2f} after {at:.3f} s" for at, own in found.items())
+    print(f"a hit, ms: {told}", file=sys.stderr)
+
+
 def serve(fields: dict[str, Any]) -> None:
     """The other side: a prompt a line, until input ends."""
     with LLM(**fields) as llm:
@@ -88,18 +147,21 @@ def answer(lines: IO[str]) -> str:
     raise RuntimeError("the other engine has ended")
 
 
-def measure(folder: str, length: int, way: str, prompts: Sequence[list[int]], alone: list[First]) -> dict[str, float]:
+def measure(
+    folder: str, length: int, way: str, prompts: Sequence[list[int]], alone: list[First], *, marks: bool
+) -> dict[str, float]:
     """One way. The first prompt makes the connection. alone: by one engine."""
     own = fields_of(folder, length, way, "kv_producer")
     # both see both, as what passes memory from process to process may want
     more = {"CUDA_VISIBLE_DEVICES": "1,0"} if torch.cuda.device_count() > 1 else {}
-    command = [sys.executable, __file__, "--serve", json.dumps(own)]
+    command = [sys.executable, __file__, "--serve", json.dumps(own), *["--marks"] * marks]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env={**os.environ, **more}) as other:
         assert other.stdin is not None and other.stdout is not None
         fetched, computed = [], []
         with LLM(**fields_of(folder, length, way, "kv_consumer")) as llm:
             connector = llm.engine.scheduler.loads.connector
+            told = Marks(llm) if marks else None
             answer(other.stdout)
             for number, prompt in enumerate(prompts):
                 other.stdin.write(json.dumps(prompt) + "\n")
@@ -110,6 +172,8 @@ def measure(folder: str, length: int, way: str, prompts: Sequence[list[int]], al
                 computed.append(there.seconds)
                 here = first_token(llm, prompt, there.told)
                 fetched.append(here.seconds)
+                if told:
+                    told.tell(here.seconds)
                 assert here.answer == alone[number].answer, f"{here.answer} is not one engine's {alone[number].answer}"
             assert llm.engine.scheduler.stats().num_loaded_tokens >= len(prompts) * (length - 1), "all were fetched"
             after = connector.stats()
@@ -150,11 +214,15 @@ def link() -> float:
 def main() -> int:
     """Measure each way, and print a table, then one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("ways", nargs="*", default=["p2p"], help="kv_connector, or p2p:nccl; default: p2p")
+    parser.add_argument("ways", nargs="*", default=["p2p"], help="kv_connector, p2p:ipc, or p2p:nccl; default: p2p")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--marks", action="store_true", help="say what takes how long, on stderr")
+    parser.add_argument("--hits", action="store_true", help="measure hits of the engine's own cache, too")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.marks:
+        log_loads("there" if options.serve else "here")
     if options.serve:
         serve(json.loads(options.serve))
         return 0
@@ -166,9 +234,11 @@ def main() -> int:
         with LLM(**fields_of(folder, options.length, "", "")) as llm:
             alone = [first_token(llm, prompt, None) for prompt in prompts]
             found["alone_s"] = middle(alone)
+        if options.hits:
+            hits(folder, options.length, prompts, found["alone_s"])
         for way in options.ways:
             try:
-                found[way] = measure(folder, options.length, way, prompts, alone)
+                found[way] = measure(folder, options.length, way, prompts, alone, marks=options.marks)
             except (ValueError, RuntimeError, AssertionError, OSError) as error:  # the others are measured, and told
                 print(f"{way}: {type(error).__name__}: {error}", file=sys.stderr)
     print(

@@ -16,6 +16,7 @@ import pytest
 
 import random_models
 from engine_checks import GOOD_PROMPT, assert_idle, num_missing_blocks
+from mapped_memory import MappedMemory
 from octavo import LLM, RequestOutput, SamplingParams
 from octavo.config.kv_transfer import read_kv_transfer
 from octavo.config.settings import ConfigError
@@ -25,6 +26,7 @@ from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
 from octavo.kv_connector.worker.pair import Hello, Pair, TransferError, Welcome
 from octavo.kv_connector.worker.ways.gloo import GlooWay
+from octavo.kv_connector.worker.ways.ipc import IpcWay
 from octavo.kv_connector.worker.ways.nccl import NcclWay
 from octavo.rl.transport.gloo import make_gloo
 from patience import patient
@@ -150,6 +152,31 @@ def test_P_4_O_2_nccl_goes_the_same_way_and_is_refused_without_a_gpu(make_llm: M
     second = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_consumer", **extra))
     other = make_llm(max_model_len=512, block_size=32, kv_transfer_config=p2p("kv_consumer", **extra))  # by rows
     for taker in (second, second, other):
+        told = prefill(first, PROMPTS)
+        with stepping(first):
+            assert bits(taker.generate(PROMPTS, [with_transfer(PARAMS, each) for each in told])) == expected
+        until_idle(first)
+        until_idle(taker)
+        assert taker.engine.scheduler.stats().num_loaded_tokens and taker.reset_prefix_cache()
+        assert not taker.engine.scheduler.stats().num_load_failures
+
+
+def test_P_4_D_2_ipc_goes_the_same_way_and_is_refused_without_a_gpu(make_llm: Make, monkeypatch):
+    """From a cache that keeps a layer's blocks together, into such, into one that keeps a block's, and by rows."""
+    extra = {"kv_connector_extra_config": {"backend": "ipc"}}
+    with pytest.raises(ConfigError, match=r"extra_config\.backend='ipc': moves blocks from GPU to GPU"):
+        make_llm(kv_transfer_config=p2p("kv_producer", **extra))
+    monkeypatch.setattr(IpcWay, "memory", MappedMemory)
+    monkeypatch.setattr(P2P, "make_way", lambda self, cache: IpcWay(cache, gives=self._transfer.produces))
+    fields = {"max_model_len": 512, "kv_cache_layout": "LBNHC"}
+    expected = bits(make_llm(**fields).generate(PROMPTS, PARAMS))
+    first = make_llm(**fields, kv_transfer_config=p2p("kv_producer", **extra))
+    own = p2p("kv_consumer", **extra)
+    takers = [
+        make_llm(**{**fields, **other}, kv_transfer_config=own)
+        for other in ({}, {"kv_cache_layout": "BLNHC"}, {"block_size": 32})
+    ]
+    for taker in [*takers, *takers]:
         told = prefill(first, PROMPTS)
         with stepping(first):
             assert bits(taker.generate(PROMPTS, [with_transfer(PARAMS, each) for each in told])) == expected

@@ -76,6 +76,12 @@ def _zero() -> None:
     gpu_rig.check_zero_blocks("cuda", 2, 5, 33, [0, 4])
 
 
+def _copy() -> None:
+    for pages in ((3, 3), (3, 1), (1, 3)):
+        gpu_rig.check_copy_blocks("cuda", pages, 40_000)
+    gpu_rig.check_copy_blocks("cuda", (2, 1), 33)
+
+
 def _inputs() -> None:
     inputs_rig.check_gather("cuda", 3)
     inputs_rig.check_commit("cuda")
@@ -247,6 +253,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "embedding": (functools.partial(gpu_rig.check_embedding, "cuda", BF16), ("embedding.gpu._gather",)),
     "rope and store": (_rope, ("rope.gpu._qk_norm_rope_store",)),
     "zeroed blocks": (_zero, ("cache_write.zero_blocks_gpu._zero",)),
+    "a peer's blocks": (_copy, ("cache_write.copy_blocks_gpu._copy_blocks",)),
     "inputs": (
         _inputs,
         ("inputs.gpu._gather", "inputs.gpu._commit", "inputs.gpu._commit_runs", "inputs.draft_passes_gpu._lay_out"),

@@ -5,6 +5,7 @@ And blocks over the bus (O.1): each byte where it belongs, whichever way they ar
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from pathlib import Path
@@ -24,6 +25,8 @@ from octavo.kv_connector.orders import Order
 from octavo.kv_connector.worker import cache_bytes
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Mover
+from octavo.kv_connector.worker.ways import ipc_memory
+from octavo.ops import mapped
 from octavo.ops.arrivals import make_gates
 from octavo.ops.copying import can_copy_pieces
 from peer_engine import peer
@@ -34,20 +37,27 @@ FIELDS: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 512, "kv_cache_m
 LAYOUTS = ["LBNHC", "BLHNC"]
 
 
-def config(role: str, **more: object) -> dict[str, Any]:
-    extra = {"backend": "nccl"}
+def config(role: str, backend: str = "nccl", **more: object) -> dict[str, Any]:
+    extra = {"backend": backend}
     return {**p2p(role), "kv_connector_extra_config": extra, "kv_transfer_timeout": 60, **more}
+
+
+@functools.cache
+def computed_alone(layout: str, *, long: bool = False) -> list[Any]:
+    """By one engine."""
+    with LLM(**FIELDS, kv_cache_layout=layout) as alone:
+        return bits(alone.generate(LONG if long else PROMPTS, PARAMS))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_P_4_D_2_blocks_of_another_gpu_give_one_engines_bits(layout: str) -> None:
+@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+def test_P_4_D_2_blocks_of_another_gpu_give_one_engines_bits(backend: str, layout: str) -> None:
     fields = {**FIELDS, "kv_cache_layout": layout}
-    with LLM(**fields) as alone:
-        expected = bits(alone.generate(PROMPTS, PARAMS))
+    expected = computed_alone(layout)
     with (
-        peer({**fields, "kv_transfer_config": config("kv_producer")}, CUDA_VISIBLE_DEVICES="1,0") as other,
-        LLM(**fields, kv_transfer_config=config("kv_consumer")) as llm,
+        peer({**fields, "kv_transfer_config": config("kv_producer", backend)}, CUDA_VISIBLE_DEVICES="1,0") as other,
+        LLM(**fields, kv_transfer_config=config("kv_consumer", backend)) as llm,
     ):
         for _ in range(3):  # from the second time on over the same group
             told = other.prefill(PROMPTS)
@@ -56,6 +66,38 @@ def test_P_4_D_2_blocks_of_another_gpu_give_one_engines_bits(layout: str) -> Non
             assert llm.reset_prefix_cache()
         stats = llm.engine.scheduler.stats()
         assert stats.num_loaded_tokens and not stats.num_load_failures
+
+
+@pytest.mark.parametrize(("theirs", "ours", "how"), [("LBNHC", "LBNHC", "copy engine"), ("LBNHC", "BLNHC", "kernel")])
+def test_P_4_D_2_memory_of_another_process_is_mapped_and_copied_from(
+    theirs: str, ours: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one GPU, as between two; and by rows, into blocks of another size."""
+    monkeypatch.setattr(ipc_memory, "_LEAST_RUN", 1 if how == "copy engine" else 1 << 40)
+    batches, copy_runs = list[int](), mapped.copy_runs
+
+    def noted(*args: Any) -> None:
+        copy_runs(*args)  # who fails here is not noted
+        batches.append(len(args[0]))
+
+    monkeypatch.setattr(mapped, "copy_runs", noted)
+    expected = computed_alone("LBNHC", long=True)
+    sizes = (16, 32) if (theirs, ours) == ("LBNHC", "LBNHC") else (16,)
+    with peer(
+        {**FIELDS, "block_size": 16, "kv_cache_layout": theirs, "kv_transfer_config": config("kv_producer", "ipc")}
+    ) as other:
+        for size in sizes:
+            fields = {**FIELDS, "block_size": size, "kv_cache_layout": ours}
+            with LLM(**fields, kv_transfer_config=config("kv_consumer", "ipc")) as llm:
+                batches.clear()
+                for _ in range(2):
+                    told = other.prefill(LONG)
+                    assert bits(llm.generate(LONG, [with_transfer(PARAMS, each) for each in told])) == expected
+                    until_idle(llm)
+                    assert llm.reset_prefix_cache()
+                stats = llm.engine.scheduler.stats()
+                assert stats.num_loaded_tokens and not stats.num_load_failures
+                assert bool(batches) == (how == "copy engine" and mapped.copies_in_batches())
 
 
 def test_P_3_one_gpu_for_both_sides_is_a_failed_load_and_is_recomputed() -> None:

@@ -51,6 +51,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "kv_connector",
             "ops.arrivals",
             "ops.copying",
+            "ops.mapped",
             "ops.windows",
             "rl.transport.gloo",
             "rl.transport.group",

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from unittest import mock
 
+import numpy as np
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from octavo.ops import activation, embedding, norm, rope
 from octavo.ops import sampling as sample
 from octavo.ops.activation import gpu as gpu_activation
+from octavo.ops.cache_write import copy_blocks_gpu as gpu_copy
 from octavo.ops.cache_write import zero_blocks_gpu as gpu_zero
 from octavo.ops.cache_write.zero_blocks import zero_blocks_eager
 from octavo.ops.embedding import gpu as gpu_embedding
@@ -320,6 +322,34 @@ def check_zero_blocks(device: str, pages: int, num_blocks: int, size: int, ids: 
     gpu_zero.zero_blocks(data, ids)
     zero_blocks_eager(expected, ids)
     assert torch.equal(data, expected)
+
+
+def check_copy_blocks(device: str, pages: tuple[int, int], part: int) -> None:
+    """Blocks of one cache into another's, whose pages lie together (1 of them) or apart; no other byte changes."""
+    parts, counts, offset = max(pages), (9, 7), 16
+    generator = torch.Generator().manual_seed(part)
+    own, theirs = (
+        torch.randint(256, (page, count, part * parts // page), dtype=torch.uint8, generator=generator).to(device)
+        for page, count in zip(pages, counts, strict=True)
+    )
+    beside = torch.cat([theirs.new_zeros(offset), theirs.view(-1)])  # no block begins where an allocation does
+    blocks = np.array([[8, 0, 3], [2, 6, 1]])
+    expected = own.clone()
+    for here, there in blocks.T.tolist():
+        expected[:, here] = theirs[:, there].reshape(-1).view(pages[0], -1)
+    strides = [
+        (part * (count if page == parts else 1), part if page == parts else part * parts)
+        for page, count in zip(pages, counts, strict=True)
+    ]
+    gpu_copy.copy_blocks(own, beside.data_ptr() + offset, blocks, (strides[0], strides[1]), parts, part)
+    assert torch.equal(own, expected)
+
+
+def interpreted_copy_blocks() -> None:
+    with mock.patch.multiple(gpu_copy, _BLOCK=32, _PROGRAMS=5):
+        for pages in ((3, 3), (1, 1), (3, 1), (1, 3)):
+            check_copy_blocks("cpu", pages, 400)
+        check_copy_blocks("cpu", (2, 1), 33)
 
 
 def interpreted_norm() -> None:

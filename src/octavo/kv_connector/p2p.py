@@ -62,7 +62,7 @@ class P2P:
         if transfer.produces and _is_every_address(transfer.kv_ip):
             limit = "is told to peers, who cannot reach that"
             raise refuse("kv_ip", transfer.kv_ip, limit, "give the address at which they reach this machine")
-        self._backend = extra.choice("backend", "gloo", ("gloo", "nccl"))
+        self._backend = extra.choice("backend", "gloo", ("gloo", "nccl", "ipc"))
         self._transfer, self._num_threads = transfer, extra.number("num_threads", 2, 1, 64)
 
     def secret(self) -> bytes:
@@ -84,16 +84,30 @@ class P2P:
 
     def make_way(self, cache: CacheBytes) -> Way:
         """How the bytes go. Raises ConfigError."""
+        if self._backend != "gloo" and not cache.on_gpu:
+            limit = "moves blocks from GPU to GPU, and this cache is the host's"
+            raise refuse(f"{EXTRA}.backend", self._backend, limit, "set gloo, or device cuda")
+        if self._backend == "ipc":
+            return self._make_ipc(cache)
         if self._backend == "nccl":
-            if not cache.on_gpu:
-                limit = "moves blocks from GPU to GPU, and this cache is the host's"
-                raise refuse(f"{EXTRA}.backend", self._backend, limit, "set gloo, or device cuda")
             from octavo.kv_connector.worker.ways.nccl import NcclWay
 
             return NcclWay(cache)
         from octavo.kv_connector.worker.ways.gloo import GlooWay
 
         return GlooWay(cache)
+
+    def _make_ipc(self, cache: CacheBytes) -> Way:
+        from octavo.kv_connector.worker.ways.ipc import IpcWay
+
+        if self._transfer.produces and cache.moves:
+            limit = "lets peers map the cache's memory, and enable_sleep_mode takes it away"
+            raise refuse(f"{EXTRA}.backend", self._backend, limit, "set one of the two, or backend nccl")
+        try:
+            return IpcWay(cache, gives=self._transfer.produces)
+        except RuntimeError as error:
+            limit = f"lets peers map the cache's memory, and the driver does not: {error}"
+            raise refuse(f"{EXTRA}.backend", self._backend, limit, "set nccl") from None
 
 
 def _is_every_address(host: str) -> bool:

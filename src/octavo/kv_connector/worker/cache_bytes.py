@@ -120,7 +120,7 @@ class CacheBytes:
         return self.data.view(words).transpose(0, 1)  # [num_blocks, pages, words]
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(blocks, dtype=torch.int64, device=self.device)
+        return to_device(np.array(blocks, np.int64), self.device)
 
 
 class _Lane:

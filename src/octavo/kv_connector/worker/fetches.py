@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import socket
 import threading
 from collections.abc import Generator, Iterator, Sequence
@@ -46,6 +47,7 @@ from octavo.kv_connector.worker.pair import (
     Welcome,
 )
 
+_LOG = logging.getLogger(__name__)
 Address = tuple[str, int]
 
 
@@ -120,11 +122,16 @@ class Fetches:
                 if pair is None:
                     pairs.append(pair := self._connect(address, wanted.engine_id))
                 ordered.append(pair)
+                pair.marks.clear()
+                pair.mark("connected")
             partial = self._move(_Fetch(job, wanted, ordered))
             for pair in ordered:
+                pair.mark("taken")
                 pair.send(Done())
             for pair in ordered:
                 pair.receive(Done)
+                pair.mark("ended")
+                _LOG.debug("%d blocks of %s: ms: %s", len(job.order.blocks), pair.peer, pair.marked())
         except BaseException:
             for pair in pairs:
                 pair.close()
@@ -197,7 +204,9 @@ class Fetches:
                 told=self._way.ask(pair, num_bytes) if pieces else b"",
             )
         )
+        pair.mark("asked")
         told: Told = pair.receive(Told)
+        pair.mark("told")
         if told.refused:
             raise (UnlikeError if told.is_unlike else TransferError)(f"{pair.peer}: {told.refused}")
         return told

@@ -231,7 +231,9 @@ class P2PWorker:
                 sock.settimeout(None)  # until the peer wants something again, if it ever does
                 ask = pair.receive(Ask)
                 sock.settimeout(self._timeout)
+                pair.mark("asked")
                 self._answer(pair, ask)
+                _LOG.debug("%d blocks for %s: ms: %s", len(ask.places), pair.peer, pair.marked())
         except EOFError:
             pass
         except Exception as error:  # the peer's, or of the way to it: it asks again, or computes
@@ -308,11 +310,13 @@ class P2PWorker:
         pieces = [own for piece in cut if (own := [found[place] for place in piece if place in found])]
         blocks = [block for piece in pieces for block in piece]
         pair.send(Told(lacking=lacking, told=self._way.tell(blocks) if pieces else b""))
+        pair.mark("told")
         if lacking:  # then the peer decides whether the rest will do
             pair.receive(Done)
         started = time.monotonic()
         if pieces:
             self._way.give(pair, ask.told, offer.job, pieces)
+        pair.mark("given")
         pair.receive(Done)
         with self._changed:
             if self._offers.get(ask.transfer_id) is not offer:
@@ -325,6 +329,7 @@ class P2PWorker:
             self._sent_blocks += len(blocks)
             self._send_seconds += time.monotonic() - started
         pair.send(Done())
+        pair.mark("ended")
 
     def _has_room(self, ask: Ask) -> bool:
         """Whether no piece has a block twice: so none is larger than what there is."""

@@ -93,6 +93,7 @@ class Pair:
         self.state: Any = None  # of the way of the bytes, while the connection lasts
         self.theirs = NO_DESCRIPTION  # the cache on the other side
         self.engine_id = ""  # of who has blocks there, once it has said so
+        self.marks: list[tuple[str, float]] = []  # of a fetch: what has happened, and when
 
     def send(self, message: msgspec.Struct) -> None:
         """Raises OSError."""
@@ -139,6 +140,15 @@ class Pair:
             return self.says_something(0) and not self.sock.recv(1, socket.MSG_PEEK)
         except (OSError, ValueError):  # it was reset, or is closed here
             return True
+
+    def mark(self, what: str) -> None:
+        """Note when something of a fetch has happened."""
+        self.marks.append((what, time.monotonic()))
+
+    def marked(self) -> str:
+        """What was noted since the first mark, in milliseconds behind it; it is forgotten."""
+        marks, self.marks = self.marks, []
+        return ", ".join(f"{what} {(at - marks[0][1]) * 1e3:.2f}" for what, at in marks)
 
     def close(self) -> None:
         """Let go of the peer. May be called twice."""

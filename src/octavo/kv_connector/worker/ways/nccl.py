@@ -63,6 +63,7 @@ class NcclWay(GlooWay):
         with self._beside():
             for piece, coming in begun_ahead(pieces, lambda piece: self._begin(pair, self._empty(pair, len(piece)))):
                 coming.wait(pair, "send")
+                pair.mark("came")
                 with job.touching():
                     self._cache.scatter(piece, coming.rows)
                     self._settle()
@@ -79,6 +80,7 @@ class NcclWay(GlooWay):
         with self._beside():
             for _, going in begun_ahead(pieces, lambda piece: self._begin(pair, self._gathered(job, piece))):
                 going.wait(pair, "take")
+                pair.mark("went")
 
     def _gathered(self, job: Job, piece: Sequence[int]) -> torch.Tensor:
         with job.touching():

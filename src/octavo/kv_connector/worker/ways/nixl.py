@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 import msgspec
-import numpy as np
 import torch
 
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
 from octavo.kv_connector.worker.pair import PIECE_BYTES, Pair
 from octavo.kv_connector.worker.ways.nixl_agent import POLL, NixlAgent, Runs
-from octavo.kv_connector.worker.ways.regions import Region, read_region, region_of, until_read
+from octavo.kv_connector.worker.ways.regions import Region, joined_runs, read_region, region_of, until_read
 
 
 class NixlWay:
@@ -57,10 +56,11 @@ class NixlWay:
     def take(self, pair: Pair, told: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: read them, all at once."""
         blocks = [block for piece in pieces for block in piece]
-        theirs, own = read_region(told, pair, len(blocks)), self._own
-        pages = max(own.num_pages, theirs.num_pages)  # of a block: they lie apart on one side, or on both
+        theirs, own = read_region(told, pair, len(blocks)), msgspec.structs.replace(self._own, blocks=blocks)
         reader = self._reader(pair, theirs)
-        local, remote = joined(runs_of(own, blocks, pages), runs_of(theirs, theirs.blocks, pages))
+        sides = zip(joined_runs(own, theirs), (own, theirs), strict=True)
+        pair.mark("met")
+        local, remote = (Runs(places, region.device, region.kind) for places, region in sides)
         with job.touching():
             reader.agent.move("READ", local, remote, reader.name, pair)
 
@@ -124,17 +124,3 @@ def host_region(memory: torch.Tensor) -> Region:
 def runs_of(region: Region, blocks: Sequence[int], num_pages: int) -> Runs:
     """Of each of the `num_pages` parts of each block."""
     return Runs(region.runs(blocks, num_pages), region.device, region.kind)
-
-
-def joined(own: Runs, others: Runs) -> tuple[Runs, Runs]:
-    """Runs that lie one behind the other on both sides as one: a library takes some microseconds for each."""
-    order = own.places[:, 0].argsort()
-    here, there = own.places[order], others.places[order]
-    begins = np.ones(len(here), np.bool_)
-    for places in (here, there):
-        begins[1:] &= places[1:, 0] == places[:-1].sum(1)
-    begins[1:] = ~begins[1:]
-    starts = begins.nonzero()[0]
-    sizes = np.add.reduceat(here[:, 1], starts)
-    sides = (np.column_stack([places[starts, 0], sizes]) for places in (here, there))
-    return own._replace(places=next(sides)), others._replace(places=next(sides))

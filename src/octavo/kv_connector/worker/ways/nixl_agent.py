@@ -22,8 +22,9 @@ import torch
 from octavo.kv_connector.peers import NIXL
 from octavo.kv_connector.worker.pair import Pair, TransferError
 
-POLL = 0.0002  # seconds between two questions whether the other side wants something
+POLL = 0.00005  # seconds between two questions whether the other side wants something
 _LOOK = 0.00003  # seconds between two looks at a transfer, of which each may let it go on
+_EAGER = 0.005  # seconds in which they follow each other at once: as long as a prompt takes over NVLink
 
 
 def _library() -> Any:
@@ -97,7 +98,7 @@ class NixlAgent:
 
     def move(self, what: str, own: Runs, others: Runs, name: str, pair: Pair) -> None:
         """READ from, or WRITE to, the agent `name` of a peer, until it is done. Raises TransferError."""
-        until = time.monotonic() + pair.timeout
+        began = time.monotonic()
         with self._lock:
             sides = [
                 self._agent.get_xfer_descs(
@@ -109,9 +110,10 @@ class NixlAgent:
             state = self._agent.transfer(handle)
         try:
             while state == "PROC":
-                if time.monotonic() > until:
+                seconds = time.monotonic() - began
+                if seconds > pair.timeout:
                     raise TransferError(f"{pair.peer}: a {what} of blocks did not end within {pair.timeout:g} s")
-                time.sleep(_LOOK)
+                time.sleep(_LOOK if seconds > _EAGER else 0)  # either lets other threads go on
                 with self._lock:
                     state = self._agent.check_xfer_state(handle)
             if state != "DONE":

@@ -28,17 +28,42 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: int
     blocks: list[int]  # in the order that was asked for
 
-    def runs(self, blocks: Sequence[int], num_pages: int) -> np.ndarray:
-        """(address, bytes) of each of the `num_pages` parts of each block, part by part: uint64 [runs, 2].
+    def strides(self, num_parts: int) -> tuple[int, int]:
+        """Bytes from one of the `num_parts` parts of a block to the next, and from one block to the next.
 
-        num_pages: those that there are, or where all pages of a block lie together as one, how many that one has.
+        num_parts: the pages, or where all pages of a block lie together as one, how many that one has.
         """
-        parts = num_pages // self.num_pages
-        size = self.page_bytes // parts
-        page, block = np.meshgrid(np.arange(num_pages), np.array(blocks, np.int64), indexing="ij")
-        offsets = (page // parts * self.num_blocks + block) * self.page_bytes + page % parts * size
-        addresses = np.uint64(self.base) + offsets.ravel().astype(np.uint64)
-        return np.column_stack([addresses, np.full(len(addresses), size, np.uint64)])
+        if num_parts == self.num_pages:
+            return self.num_blocks * self.page_bytes, self.page_bytes
+        return self.page_bytes // num_parts, self.page_bytes
+
+    def runs(self, blocks: Sequence[int], num_parts: int) -> np.ndarray:
+        """(address, bytes) of each part of each block, part by part: uint64 [runs, 2]. num_parts: see `strides`."""
+        return self._runs(np.array(blocks, np.int64), np.ones(len(blocks), np.int64), num_parts)
+
+    def _runs(self, blocks: np.ndarray, counts: np.ndarray, num_parts: int) -> np.ndarray:
+        """Of so many blocks behind each other, which lie together."""
+        part_stride, block_stride = self.strides(num_parts)
+        size = self.page_bytes * self.num_pages // num_parts
+        offsets = np.arange(num_parts, dtype=np.int64)[:, None] * part_stride + blocks * block_stride
+        addresses = np.uint64(self.base) + offsets.astype(np.uint64)
+        sizes = np.broadcast_to((counts * size).astype(np.uint64), addresses.shape)
+        return np.column_stack([addresses.ravel(), sizes.ravel()])
+
+
+def joined_runs(own: Region, others: Region) -> tuple[np.ndarray, np.ndarray]:
+    """`Region.runs` of the blocks of both: those that follow each other on both sides as one, where pages do so."""
+    parts = max(own.num_pages, others.num_pages)  # of a block: they lie apart on one side, or on both
+    if own.num_pages != others.num_pages:
+        return own.runs(own.blocks, parts), others.runs(others.blocks, parts)
+    here, there = (np.array(region.blocks, np.int64) for region in (own, others))
+    order = here.argsort()
+    here, there = here[order], there[order]
+    begins = np.ones(len(here), np.bool_)
+    begins[1:] = (np.diff(here) != 1) | (np.diff(there) != 1)
+    starts = begins.nonzero()[0]
+    counts = np.diff(starts, append=len(here))
+    return own._runs(here[starts], counts, parts), others._runs(there[starts], counts, parts)
 
 
 def region_of(cache: CacheBytes, agent: bytes, blocks: Sequence[int]) -> Region:
@@ -60,8 +85,10 @@ def read_region(told: bytes, pair: Pair, count: int) -> Region:
     theirs = msgspec.msgpack.decode(told, type=Region)
     if len(theirs.blocks) != count:
         raise TransferError(f"{pair.peer} tells of {len(theirs.blocks)} blocks, not of {count}")
-    if theirs.num_pages * theirs.page_bytes != pair.theirs.block_bytes:
+    if theirs.num_pages < 1 or theirs.num_pages * theirs.page_bytes != pair.theirs.block_bytes:
         raise TransferError(f"{pair.peer} has blocks of {theirs.num_pages} pages of {theirs.page_bytes} bytes")
+    if theirs.blocks and not 0 <= min(theirs.blocks) <= max(theirs.blocks) < theirs.num_blocks:
+        raise TransferError(f"{pair.peer} tells of blocks that its {theirs.num_blocks} do not have")
     return theirs
 
 

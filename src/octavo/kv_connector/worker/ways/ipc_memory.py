@@ -1,0 +1,111 @@
+"""DeviceMemory: a GPU's memory that other processes of the host map, by the driver's handles, and copies out of theirs.
+
+Owns how blocks are copied, and the stream for it. Knows no peer. Invariants: when `copy` returns, or raises, no byte is
+under way; what was opened stays mapped until it is closed, even if who owns it has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from octavo.kv_connector.worker.ways.regions import Region, joined_runs
+from octavo.ops import mapped
+
+_LOG = logging.getLogger(__name__)
+_LEAST_RUN = 1 << 20  # bytes: shorter ones take a copy engine longer than the link
+_POLL = 2e-5  # seconds between two looks whether a copy has ended
+
+
+class Shared(msgspec.Struct, frozen=True, kw_only=True):
+    """What another process of the host opens memory by."""
+
+    host: str
+    handle: bytes
+    offset: int  # of the first byte, in what the handle opens
+
+
+class Memory(Protocol):
+    """Memory that processes of a host map."""
+
+    def share(self, tensor: torch.Tensor) -> Shared:
+        """What others open a tensor's memory by. Raises RuntimeError where it cannot be had."""
+
+    def open(self, shared: Shared) -> tuple[int, int]:
+        """Address of what a handle opens, and its bytes, if that is known. Raises RuntimeError."""
+
+    def close(self, address: int) -> None:
+        """Unmap what was opened."""
+
+    def copy(self, own: torch.Tensor, target: Region, source: Region) -> None:
+        """Copy the source's blocks to the target's, which are of `own`, and wait until they are there."""
+
+
+def host_name() -> str:
+    """Of this machine since it was started: no other one's handles can be opened here."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+class DeviceMemory:
+    """See Memory. Any thread may use it."""
+
+    def __init__(self, device: torch.device) -> None:
+        """device: where copies go to, and what is shared lies."""
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._takes_batches = mapped.copies_in_batches()
+
+    def share(self, tensor: torch.Tensor) -> Shared:
+        """See Memory."""
+        self._enter()
+        handle, offset = mapped.share(tensor.data_ptr())
+        return Shared(host=host_name(), handle=handle, offset=offset)
+
+    def open(self, shared: Shared) -> tuple[int, int]:
+        """See Memory."""
+        self._enter()
+        return mapped.open_handle(shared.handle)
+
+    def close(self, address: int) -> None:
+        """See Memory."""
+        self._enter()
+        mapped.close_handle(address)
+
+    def copy(self, own: torch.Tensor, target: Region, source: Region) -> None:
+        """See Memory. What lies together goes by a copy engine, blocks here and there by a kernel."""
+        with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            done = torch.cuda.Event()
+            try:
+                self._order(own, target, source)
+                done.record(self._stream)
+                while not done.query():
+                    time.sleep(_POLL)
+            except BaseException:
+                self._stream.synchronize()
+                raise
+
+    def _order(self, own: torch.Tensor, target: Region, source: Region) -> None:
+        targets, sources = joined_runs(target, source)
+        num_bytes = int(targets[:, 1].sum())
+        if self._takes_batches and num_bytes >= len(targets) * _LEAST_RUN:
+            self._stream.query()  # a thread has no context of the driver's before torch has asked something in it
+            try:
+                mapped.copy_runs(targets[:, 0], sources[:, 0], targets[:, 1], self._stream.cuda_stream)
+                return
+            except RuntimeError as error:
+                _LOG.warning("blocks of a peer's cache are copied by a kernel: %s", error)
+                self._takes_batches = False
+        parts = max(target.num_pages, source.num_pages)
+        strides = target.strides(parts), source.strides(parts)
+        blocks = np.array([target.blocks, source.blocks], np.int64)
+        mapped.copy_blocks(own, source.base, blocks, strides, parts, target.num_pages * target.page_bytes // parts)
+
+    def _enter(self) -> None:
+        """A new thread has no context of the driver's before torch has asked something in it."""
+        with torch.cuda.device(self._device):
+            torch.cuda.current_stream(self._device).query()
