@@ -220,6 +220,8 @@ def bits_without(*off: str) -> str:
 
 def main() -> None:
     """The parts that are asked for."""
+    from octavo.ops.scan.delta import delta_prompts, delta_step
+
     prompts = ([70],) if DRY else ([8192], [512] * 16, [4000] * 2)
     if "bits" in sys.argv:
         states.attempt("accuracy", states.accuracy, "delta", DTYPE)
@@ -233,12 +235,14 @@ def main() -> None:
             for num_rows, computed in ((2, 70),) if DRY else ((1, 1056), (8, 1056), (64, 1056), (64, 1087), (256, 160)):
                 states.attempt(f"{name}: {num_rows} rows at {computed}", step_times, name, num_rows, computed)
         states.attempt("compared", checks)
-        states.attempt("bits over cuts", states.bits, "delta", DTYPE)
+        with copying(delta_prompts, delta_step):
+            states.attempt("bits over cuts", states.bits, "delta", DTYPE)
     if "walked" in sys.argv:
         for counts in (*prompts, *(() if DRY else ([2730] * 3, [2048] * 4, [1638] * 5, [1024] * 8))):
             states.attempt(f"walked {len(counts)} x {counts[0]}", walk_steps, counts)
         states.attempt("compared", checks)
-        states.attempt("bits over cuts", states.bits, "delta", DTYPE)
+        with copying(delta_prompts, delta_step):
+            states.attempt("bits over cuts", states.bits, "delta", DTYPE)
     if "decode" in sys.argv:
         for num_rows, computed in ((1, 70),) if DRY else ((1, 1056), (64, 1056), (64, 1087), (256, 160)):
             states.attempt(f"decode {num_rows} rows at {computed}", states.decode, "delta", num_rows, computed)

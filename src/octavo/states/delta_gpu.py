@@ -113,10 +113,11 @@ def gated_delta(
     step, heads = own.inputs, rule.num_heads
     if step.max_query_len == 1 and qkv.dtype in _STREAMED and is_streamable(told, keys):
         is_copied = a.dtype == b.dtype == qkv.dtype and choose(delta_step, own, told, rule, qkv)
-        if is_copied and (len(step.rows) * rule.num_key_heads >= _FEWEST_STEPS or choose is not chosen):
-            out = _step(own, told, rule, qkv, a, b)
-        else:
+        is_copied = is_copied and (len(step.rows) * rule.num_key_heads >= _FEWEST_STEPS or choose is not chosen)
+        if not is_copied or side_by_side.current() is not None:  # those that it is compared with compile as well
             out = _decode(own, told, rule, qkv, a, b)
+        if is_copied:
+            out = _step(own, told, rule, qkv, a, b)
         _advance(own, told, rule, qkv)
         return out
     count, num_rows, padded = len(qkv), len(step.rows), padded_length(keys)
@@ -134,9 +135,10 @@ def gated_delta(
     forms = dict(zip(_FORMS, told.forms, strict=True))
     kind = kind_of(step.max_query_len)
     is_copied = walks and choose(delta_prompts, own, told, rule, qkv)
-    if is_copied and (num_rows * heads >= _FEWEST_WALKS or choose is not chosen):
+    is_copied = is_copied and (num_rows * heads >= _FEWEST_WALKS or choose is not chosen)
+    if is_copied:
         _walk(own, told, rule, (query, key, qkv, total, rate, *made), out)
-    elif walks:  # rows that begin at a border
+    if walks and (not is_copied or side_by_side.current() is not None):  # rows that begin at a border
         state, key_kept, value_kept, update, _, _ = told.kept
         named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM")}
         wide, warps = _tile(values, _WALKING)
