@@ -3,10 +3,10 @@
 # checkout; logs under $OUT. Names of parts, or none for all (about 300 s): gates gpu hits speed ways bits sides blhnc
 #   gates: tests of graphs that wait within, and of a request alone behind its load (25 s)
 #   gpu: the same, of other layouts and with drafts, and of copies (60 s, or twice that where kernels are to be compiled);
-#     a test of more than 60 s says where it stands
+#     a test of more than 45 s says where it stands
 #   hits: a hit in host memory, with layers that wait for their own blocks and without (35 s)
 #   speed: `octavo bench connectors` of 8b: hits beside recomputation, copies beside decoding (40 s)
-#   ways: copies ordered in other ways beside decoding (45 s); the default's lines are its first and its last
+#   ways: copies ordered in other ways beside decoding (40 s); the default's lines are its first and its last
 #   bits: of 0.6b and of a model with states, from host memory, alone and among others (40 s)
 #   sides: blocks between sides that differ, by p2p, and nixl both ways, and NCCL refused in time (60 s)
 #   blhnc: speed of 0.6b in such a layout (25 s)
@@ -15,7 +15,7 @@ set -u
 PY=${PY:-python3}; OUT=${OUT:-/tmp}
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 WANTED=" ${*:-gates gpu hits speed ways bits sides blhnc} "; codes=""
-T="$PY -m pytest -q -n 0 -p no:cacheprovider -o addopts= -m gpu -rsfE --durations=5 -o faulthandler_timeout=60 tests/gpu/test_connectors_gpu.py"
+T="$PY -m pytest -q -n 0 -p no:cacheprovider -o addopts= -m gpu -rsfE --durations=5 -o faulthandler_timeout=45 tests/gpu/test_connectors_gpu.py"
 part() { # name, seconds, command
   local name=$1 seconds=$2 rc; shift 2
   case "$WANTED" in *" ${name%%_*} "*) ;; *) return 0;; esac

@@ -1,8 +1,8 @@
 """A prompt whose blocks are in host memory, with and without gates: `python bench/h200/hits.py --shape 8b`.
 
 With gates layers of the step's graph wait for their own blocks; without, the graph waits for all of them. The last
-column is a hit in the GPU's own cache, by the same graph: what gates that are open cost. Milliseconds; seconds also of
-the host's part of ordering a load.
+column is a hit in the GPU's own cache, by the same graph: what gates that are open cost. Milliseconds; ordering is
+the part of the load that the host takes, before it issues the step.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     computed: IntArray = NO_INTS  # [R] bounds of what rows have computed before; empty: the worker's own are exact
     depth: int = 0  # the most drafts that a row of the next step may verify: as many are proposed behind this one
     zero_blocks: list[int] = []  # fresh blocks of groups that need zeroed bytes
-    load: int = -1  # a transfer whose blocks arrive while the step runs: each layer waits for its own; -1: none
+    load: int = -1  # a transfer for which the step waits on the device: nothing of it can fail any more; -1: none
 
     @property
     def has_work(self) -> bool:

@@ -99,7 +99,7 @@ class Connector(Protocol):
         """Load. Nobody else writes or reads these blocks from now on, steps that were issued before included."""
 
     def allocated_now(self, load: Transfer) -> bool:
-        """As `allocated`, with nobody else computing and all steps done: the next step waits, layer by layer, for it.
+        """As `allocated`, with nobody else computing and all steps done: the next step waits for it, on the device.
 
         True: nothing of it can fail any more, and it will not be reported. False: nothing was begun.
         """
