@@ -1,15 +1,22 @@
 """Blocks out of another GPU's memory, two GPUs in one process: `python bench/h200/peer_copies.py`.
 
 The blocks of a prompt of 4,000 tokens of 8b (63 of 36 pages of 256 KiB), by a copy engine and by a kernel, for runs of
-so many blocks that lie together on both sides; the values are compared. GB/s, the waits of a load included.
+so many blocks that lie together on both sides; the values are compared. GB/s, the waits of a load included. Then by
+NCCL between two processes, broadcast or sent, in pieces of two sizes, of its own number of channels or of 32.
 """
 
 from __future__ import annotations
 
+import datetime
 import statistics
+import sys
+import tempfile
 import time
+import traceback
+from typing import Any
 
 import torch
+from torch import distributed, multiprocessing
 
 from octavo.kv_connector.worker.ways import ipc_memory
 from octavo.kv_connector.worker.ways.ipc_memory import DeviceMemory
@@ -35,8 +42,65 @@ def region(data: torch.Tensor, blocks: list[int]) -> Region:
     )
 
 
-def main() -> None:
+def nccl(rank: int, file: str, on_gpu: bool) -> None:
+    """One of two processes: what NCCL moves from 0 to 1."""
+    backend, limit = "nccl" if on_gpu else "gloo", datetime.timedelta(seconds=20)
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    distributed.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=2, timeout=limit)
+    whole = torch.empty((590 << 20) if on_gpu else (1 << 20), dtype=torch.uint8, device=device)
+    for channels in (0, 32):
+        options: Any = distributed.ProcessGroupNCCL.Options() if on_gpu else None
+        if channels and options is not None:
+            options.config.min_ctas = options.config.max_ctas = channels
+        group = distributed.new_group([0, 1], timeout=limit, pg_options=options)
+        for name in ("broadcast", "send"):
+            for pieces in (7, 1):
+                seconds = []
+                for _ in range(_ROUNDS):
+                    distributed.barrier()
+                    if on_gpu:
+                        torch.cuda.synchronize()
+                    started = time.perf_counter()
+                    for piece in whole.chunk(pieces):
+                        if name == "broadcast":
+                            distributed.broadcast(piece, 0, group=group)
+                        elif rank:
+                            distributed.recv(piece, 0, group=group)
+                        else:
+                            distributed.send(piece, 1, group=group)
+                    if on_gpu:
+                        torch.cuda.synchronize()
+                    seconds.append(time.perf_counter() - started)
+                if rank:
+                    rate = whole.numel() / statistics.median(seconds[2:]) / 1e9
+                    print(
+                        f"nccl {name:>9} in {pieces} pieces, channels {channels or 'its own'}: {rate:.1f}", flush=True
+                    )
+    distributed.destroy_process_group()
+
+
+def main() -> int:
     """A line for each way."""
+    on_gpu, failed = torch.cuda.device_count() > 1, 0
+    for part in (copies, spread) if on_gpu else (spread,):
+        try:
+            part()
+        except Exception:  # the other one is measured
+            traceback.print_exc()
+            failed = 1
+    return failed
+
+
+def spread() -> None:
+    """NCCL in two processes; without GPUs gloo stands for it."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(nccl, (f"{folder}/met", torch.cuda.device_count() > 1), nprocs=2)
+
+
+def copies() -> None:
+    """Out of the other GPU's memory."""
     shape = (_PAGES, _BLOCKS, _PAGE_BYTES)
     theirs = torch.randint(256, shape, dtype=torch.uint8, device="cuda:1")
     own = torch.zeros(shape, dtype=torch.uint8, device="cuda:0")
@@ -62,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,6 +7,7 @@ under way; what was opened stays mapped until it is closed, even if who owns it 
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from pathlib import Path
 from typing import Protocol
@@ -49,7 +50,10 @@ class Memory(Protocol):
 
 def host_name() -> str:
     """Of this machine since it was started: no other one's handles can be opened here."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # a container that shows none
+        return socket.gethostname()
 
 
 class DeviceMemory:
