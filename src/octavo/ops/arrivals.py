@@ -13,6 +13,8 @@ from typing import Final
 
 import torch
 
+from octavo.ops import captures
+
 _LOG = logging.getLogger(__name__)
 _MOST_GATES = (
     8  # what is computed behind the last copy are an eighth of the layers; each costs a step some microseconds
@@ -104,8 +106,8 @@ def make_gates(num_layers: int, device: torch.device) -> Gates:
 def _waits_within(event: torch.cuda.Event, device: torch.device) -> bool:
     """Whether a graph that waits for `event` can be made, and runs."""
     graph, found = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)
-    torch.cuda.synchronize(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    captures.wait_for_device(device)
+    with captures.capturing(), torch.cuda.stream(torch.cuda.Stream(device)):
         graph.capture_begin(capture_error_mode="relaxed")
         try:
             event.wait()
@@ -113,5 +115,5 @@ def _waits_within(event: torch.cuda.Event, device: torch.device) -> bool:
         finally:
             graph.capture_end()
         graph.replay()
-    torch.cuda.synchronize(device)
+    captures.wait_for_device(device)
     return bool(found.item() == 1)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from octavo.ops import captures
 from octavo.ops.scan import DeltaOperands
 from octavo.ops.scan.kept import Form
 from octavo.states.base import LayerStates, StateInputs, StateStep
@@ -50,7 +51,7 @@ def results(
     for run in runs:
         own_kept = tuple(each.clone() for each in kept)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # kernels read states and tables before the kernel ahead has ended
+            captures.wait_for_device(device)  # kernels read states and tables before the kernel ahead has ended
         places = tables[0], tables[0].stride(0), tables[1], tables[1].stride(0)
         out = run(example, Told(own_kept, told.forms, told.firsts, places), rule, given[0], given[1], given[2])
         found.append([out, *own_kept])
