@@ -57,13 +57,11 @@ def decode_choices(counts: Sequence[int], computed: int) -> str:
     return "\n      ".join(found)
 
 
-# How the delta rule decodes: of the one kernel steps of a ring, blocks a processor, whether copies tell of 256 bytes.
-STEPS: dict[str, tuple[int, int, int] | None] = {
+# How the delta rule decodes: of the one kernel steps of a ring, and blocks a processor.
+STEPS: dict[str, tuple[int, int] | None] = {
     "Triton's": None,
-    "one kernel, 4 x 2": (4, 2, 0),
-    "one kernel, 4 x 2, of 256": (4, 2, 1),
-    "one kernel, 3 x 2": (3, 2, 0),
-    "one kernel, 3 x 2, of 256": (3, 2, 1),
+    "one kernel, 4 x 2": (4, 2),
+    "one kernel, 3 x 2": (3, 2),
 }
 
 
@@ -82,10 +80,10 @@ def stepping(name: str) -> Iterator[None]:
     from octavo.ops.scan.delta import delta_step
 
     choice = STEPS[name]
-    depth, resident, pairs = choice or (delta_step.DEPTH, delta_step.RESIDENT[2], delta_step.PAIRS)
+    depth, resident = choice or (delta_step.DEPTH, delta_step.RESIDENT[2])
     with (
         copying(*(delta_step,) * (choice is not None)),
-        mock.patch.multiple(delta_step, DEPTH=depth, PAIRS=pairs),
+        mock.patch.object(delta_step, "DEPTH", depth),
         mock.patch.dict(delta_step.RESIDENT, {2: resident}),
     ):
         yield

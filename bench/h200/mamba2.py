@@ -196,40 +196,28 @@ def gemv_of(name: str) -> str:
 
 
 def decoding(num_rows: int, computed: int) -> str:
-    """Microseconds and bits of decoding behind a convolution, by programs of a row and heads asked for early."""
+    """Microseconds and bits of Mamba-2's decoding, by programs that share a row's heads."""
     from octavo.states import gpu
 
     heads, found, expected = states.sizes_of("mamba2")[0], list[str](), list[torch.Tensor]()
     chosen = gpu.programs_of(heads, num_rows)
-    convolve, kept_alive = states.operator("conv", [1] * num_rows, computed)
-    scan, rows = states.operator("mamba2", [1] * num_rows, computed)
-
-    def run() -> object:
-        convolve()
-        return scan()
-
+    run, rows = states.operator("mamba2", [1] * num_rows, computed)
     for name, store in zip(rows.own.input_names, rows.own.kept_inputs, strict=True):
         kept = store.data.normal_()
         if name in ("decay", "dt"):
             kept.abs_().mul_(-0.1 if name == "decay" else 0.1)
     for store in rows.own.states:
         store.data.normal_()
-    own = gpu._DECODE_EARLY
-    others = [(count, own) for count in ((1, 2) if DRY else (3, 6, 8, 16, 24, heads))]
-    for count, early in dict.fromkeys([*((chosen, early) for early in (own, 0, 1, 2, 4)), *others]):
+    for count in dict.fromkeys((chosen, *((1, 2) if DRY else (3, 6, 8, 16, 24, heads)))):
         if not DRY and (num_rows * heads / count > 24 * 1024 or num_rows * count > 8192):
             continue
-        with (
-            mock.patch.object(gpu, "programs_of", lambda *_, count=count: count),
-            mock.patch.object(gpu, "_DECODE_EARLY", early),
-        ):
+        with mock.patch.object(gpu, "programs_of", lambda *_, count=count: count):
             us, result = graph_us(run), run()
             assert isinstance(result, torch.Tensor)
             made = [result, rows.pool.buffer]
             expected = expected or [each.clone() for each in made]
-            found.append(f"{count}/{early} {us:.1f}" + is_same(made, expected))
-    del kept_alive
-    return f"us by programs / early heads: {', '.join(found)}"
+            found.append(f"{count} {us:.1f}" + is_same(made, expected))
+    return f"chosen {chosen}; us by programs: {', '.join(found)}"
 
 
 @contextlib.contextmanager

@@ -155,12 +155,16 @@ def test_a_row_alone_has_kernels_of_its_own() -> None:
     for n, k, activation, normed in cases:
         weight = torch.empty(n, k, dtype=BF16, device="cuda")
         small = x[:, :k]
-        assert gemv.serves(small, weight, None, activation, normed=normed)
-        assert not gemv.serves(x[:, 1 : k + 1], weight, None, activation, normed=normed), "copies of 16 bytes"
-        assert not gemv.serves(small, weight, torch.zeros(n), activation, normed=normed)
-        assert not gemv.serves(two[:, :k], weight, None, activation, normed=normed)
+        assert gemv.serves(small, weight, None, activation, normed=normed, out_dtype=BF16)
+        assert not gemv.serves(x[:, 1 : k + 1], weight, None, activation, normed=normed, out_dtype=BF16), (
+            "copies of 16 bytes"
+        )
+        assert not gemv.serves(small, weight, torch.zeros(n), activation, normed=normed, out_dtype=BF16)
+        assert not gemv.serves(two[:, :k], weight, None, activation, normed=normed, out_dtype=BF16)
     wide = torch.empty(4096, 12288, dtype=BF16, device="cuda")
-    assert not gemv.serves(x[:, :12288], wide, None, None, normed=True), "its norm would fill the registers"
+    assert not gemv.serves(x[:, :12288], wide, None, None, normed=True, out_dtype=BF16), (
+        "its norm would fill the registers"
+    )
 
 
 def test_few_rows_by_weights_that_fit_have_a_kernel_of_their_own() -> None:

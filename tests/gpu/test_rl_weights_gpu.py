@@ -148,7 +148,7 @@ def test_RL_W5_a_handle_names_a_part_of_memory() -> None:
     whole, part = ipc.handle_of(flat), ipc.handle_of(flat[256:1024])
     assert (part["size"], part["offset"] - whole["offset"]) == (768, 256)
     incoming = [Incoming("a", torch.bfloat16, (2, 3)), Incoming("b", torch.uint8, (4,))]
-    assert [(each.name, tensor.numel()) for each, tensor in split(flat, incoming)] == [("a", 6), ("b", 4)]
+    assert [(each.name, tensor.numel()) for each, tensor in split(flat[:16], incoming)] == [("a", 6), ("b", 4)]
 
 
 @pytest.mark.parametrize("cache", ["fp8", "int8"])

@@ -107,7 +107,6 @@ static void copy_bytes(u32 to, u64 from, u32 bytes, u32 width) {
     lanes[current].open.push_back(Copy{to, from, bytes, width});
 }
 static void copy16(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 16); }
-static void copy16_of_256(u32 to, u64 from, u32 bytes) { copy16(to, from, bytes); }
 static void copy4(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 4); }
 static void copy8(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 8); }
 static void commit() {

@@ -53,7 +53,7 @@ _READY_WARPS, _READY_REGISTERS = 2, 200
 # Kernels in CUDA C++ that run where they serve; rows' heads, of keys where they decode and else of values, with which
 # an H200 is busy enough for them: a block has one, of which Triton's programs have tiles.
 _COPIED: tuple[ModuleType, ...] = (delta_step, delta_prompts)
-_FEWEST_STEPS, _FEWEST_WALKS = 128, 128
+_FEWEST_STEPS, _FEWEST_WALKS = 128, 512
 _agreed: dict[tuple[object, ...], bool] = {}  # by kernel, GPU and what it was compiled for
 _SCAN_REGISTERS: int | None = 128  # of a thread: four programs of 16-bit types a processor, 32 kB of states each
 _FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM")

@@ -24,7 +24,7 @@ from octavo.ops.attention.paged_kernels import (
     write_lines,
 )
 from octavo.ops.attention.paged_workload import BN, EVERYTHING, leaf_of, leaf_start, row_extent
-from octavo.ops.compile.launch import begin_after, end_before, launched, prefetch, wait_before
+from octavo.ops.compile.launch import begin_after, end_before, launched, wait_before
 from octavo.ops.compile.row_sum import row_sums
 
 _EVERYTHING, _BN = tl.constexpr(EVERYTHING), tl.constexpr(BN)
@@ -191,6 +191,14 @@ def attend_few(
 
 
 @triton.jit
+def _prefetch(at):
+    """Ask for lines of memory in the L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _prefetch_leaf(kv, table, begin, end, kv_block, kv_token, HEAD: tl.constexpr, BLOCK: tl.constexpr):
     """Ask for K and V of the first tokens of a leaf, up to `end`, in the L2: lines of 128 bytes."""
     WIDE: tl.constexpr = 2 * HEAD // 64
@@ -198,7 +206,7 @@ def _prefetch_leaf(kv, table, begin, end, kv_block, kv_token, HEAD: tl.constexpr
     for tile in tl.static_range(4):
         token = tl.minimum(begin + tile * _BN + lane, tl.maximum(end - 1, begin))
         place = tl.load(table + token // BLOCK).to(tl.int64) * kv_block + token % BLOCK * kv_token
-        prefetch(kv + (place[:, None] + line[None, :]))
+        _prefetch(kv + (place[:, None] + line[None, :]))
 
 
 @triton.jit

@@ -16,9 +16,6 @@ __device__ inline u32 blocks() { return gridDim.x; }
 __device__ inline void copy16(u32 to, u64 from, u32 bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
 }
-__device__ inline void copy16_of_256(u32 to, u64 from, u32 bytes) {  // all 256 are asked for soon
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
-}
 __device__ inline void copy8(u32 to, u64 from, u32 bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
 }

@@ -73,14 +73,6 @@ def ready_before(x, PDL: tl.constexpr):
     return x
 
 
-@triton.jit
-def prefetch(at):
-    """Ask for the lines of memory at these addresses in the L2: what is to be read of constants, before a wait."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
 def chained(device: torch.device) -> dict[str, Any]:
     """Options for the launch of a kernel that takes `PDL` and calls `begin_after`."""
     return {"PDL": True, "launch_pdl": True} if _has_pdl(device) else {"PDL": False}

@@ -2,8 +2,8 @@
 
 Owns the kernel. Its formula, roundings and order of sums are those of `octavo.ops.scan.mamba2_gpu`, bit for bit, and
 its gates those of `octavo.ops.scan.gates_gpu`. What the heads of a group share (B, C, their product, and where the
-tokens of the open chunk lie) is found once for those of a program; what earlier steps kept is
-read before the kernel ahead ends where it has one head, and else its first heads' states are on their way to the L2.
+tokens of the open chunk lie) is found once for those of a program; where it has one head, what earlier steps kept is
+read before the kernel ahead ends.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
@@ -14,7 +14,7 @@ import functools
 import triton
 import triton.language as tl
 
-from octavo.ops.compile.launch import begin_after, launched, prefetch
+from octavo.ops.compile.launch import begin_after, launched
 from octavo.ops.scan.gates_gpu import softplus
 from octavo.ops.scan.kept import PLACES, place
 
@@ -80,31 +80,11 @@ def _state(
 
 
 @triton.jit
-def _ask_early(
-    of_states,
-    head,
-    width,
-    tile,
-    STATES: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDE: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """Ask for a head's state at the border in the L2, or for the null block's."""
-    states, state_first, kept, entry, is_open = of_states
-    LINE: tl.constexpr = 1024 // kept.dtype.element_ty.primitive_bitwidth
-    where, _ = place(states, state_first, entry, 0, head * STATES, is_open, FORM, SIZE)
-    channel = tl.minimum(tile * WIDE + tl.arange(0, max(WIDE // LINE, 1)) * LINE, SIZE - 1)
-    prefetch(kept + where + tl.minimum(width, STATES - 1)[:, None] * SIZE + channel[None, :])
-
-
-@triton.jit
 def _decode_heads(
     group, first, behind, tile, step, inputs, given, HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr, STATES: tl.constexpr, STATES_PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     STATE_FORM: tl.constexpr, X_FORM: tl.constexpr, B_FORM: tl.constexpr, TOTAL_FORM: tl.constexpr,
-    DT_FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, ONE: tl.constexpr,
-    PDL: tl.constexpr,
+    DT_FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of the program's heads, `first` up to `behind`, those of a group.
 
@@ -141,10 +121,6 @@ def _decode_heads(
         early_b = _lines(b_at, group, within, is_old, STATES)
         early_sums = tl.load(total_at + first, mask=is_old, other=0.0)
         early_steps = tl.load(dt_at + first, mask=is_old, other=0.0)
-    elif PDL:
-        for early in tl.static_range(EARLY):
-            head = tl.minimum(begin + early, end - 1)
-            _ask_early(of_states, head, width, tile, STATES, SIZE, WIDE, STATE_FORM)
     begin_after(PDL)  # of later groups it waits for nothing
     own_b = tl.load(fresh + b_channel, mask=within, other=0.0)
     if ONE:
@@ -225,14 +201,10 @@ def mamba2_decode(
     DT_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
     ONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row, WIDE channels, and as many heads as share the launch's programs evenly: ONE, or a run of them.
-
-    EARLY: see the module, of each group.
-    """
+    """One row, WIDE channels, and as many heads as share the launch's programs evenly: ONE, or a run of them."""
     row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
     part, parts = tl.program_id(0) // tiles, tl.num_programs(0) // tiles
     first, behind, tile = HEADS * part // parts, HEADS * (part + 1) // parts, tl.program_id(0) % tiles
@@ -246,12 +218,11 @@ def mamba2_decode(
     if ONE:
         _decode_heads(
             first // (HEADS // GROUPS), first, behind, tile, step, inputs, given, HEADS, GROUPS, SIZE, WIDE, STATES,
-            STATES_PADDED, CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, STAGES, EARLY, ONE,
-            PDL,
+            STATES_PADDED, CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, STAGES, ONE, PDL,
         )  # fmt: skip
     else:
         for group in range(first // (HEADS // GROUPS), (behind - 1) // (HEADS // GROUPS) + 1):
             _decode_heads(
                 group, first, behind, tile, step, inputs, given, HEADS, GROUPS, SIZE, WIDE, STATES, STATES_PADDED,
-                CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, STAGES, EARLY, ONE, PDL,
+                CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, STAGES, ONE, PDL,
             )  # fmt: skip

@@ -6,11 +6,6 @@ struct Form {
     i64 block, part, line;
     int lines, of_item, runs, parts, blocks;
 };
-#if PAIRS
-#define COPY_STATE copy16_of_256
-#else
-#define COPY_STATE copy16
-#endif
 #define CHUNK 64
 #define SIZE 128  // of a head's keys, and of its values
 #define WARPS (4 * PER)  // that compute

@@ -34,7 +34,7 @@ __device__ inline void ask(int step, u32 to, const Told& told, const Ahead& of, 
             for (int r = 0; r < 4; ++r) {
                 u64 from = of.state + (step * 16 + r * 4) * 512;
                 u32 at = lane / 8 * 128 + (lane % 8 ^ lane / 16 * 2 ^ r % 2 * 4) * 16;
-                COPY_STATE(to + r * 512 + at, of.state ? from : nowhere, of.state ? 16 : 0);
+                copy16(to + r * 512 + at, of.state ? from : nowhere, of.state ? 16 : 0);
             }
         } else if (step < 10) {
 #pragma unroll
