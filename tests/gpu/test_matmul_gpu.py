@@ -35,6 +35,10 @@ SHAPES = (
     (24576, 4096),
     (4096, 12288),
     (151936, 4096),
+    (12288, 3072),
+    (16384, 2048),
+    (16384, 3072),
+    (9216, 4096),
     (1000, 328),
     (33, 72),
 )
@@ -86,7 +90,7 @@ def test_tiles_and_instruction_families_do_not_move_bits(dtype: torch.dtype) -> 
         assert torch.equal(linear(x, weight, None, torch.empty_like(expected), tile), expected), tile
 
 
-@pytest.mark.parametrize(("n", "k"), SHAPES[:10])
+@pytest.mark.parametrize(("n", "k"), SHAPES[:14])
 def test_the_library_is_used_where_it_keeps_the_order(
     n: int, k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,7 +128,7 @@ def test_fused_products_have_the_bits_of_the_separate_operators() -> None:
     check_fused("cuda", (BF16, torch.float16), exact=True)
 
 
-@pytest.mark.parametrize(("n", "k"), [shape for shape in SHAPES[:10] if shape[0] < 65536])
+@pytest.mark.parametrize(("n", "k"), [shape for shape in SHAPES[:14] if shape[0] < 65536])
 def test_fused_products_of_model_shapes(n: int, k: int) -> None:
     """At every number of rows that a kernel with what is beside it serves, with heavy tails."""
     weight = pack_linear(heavy_tailed(n, k, dtype=BF16, seed=1, device="cuda"))

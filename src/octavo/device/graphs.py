@@ -11,7 +11,6 @@ which graphs there are.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import dataclasses
 import logging
 import operator
@@ -202,17 +201,8 @@ class GraphPool:
             try:
                 output = issue(key)
             finally:
-                self._end(graph)
+                captures.end(graph, self._pool)
         self._graphs[key] = graph, _alias(output)
-
-    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Of a capture. One that broke leaves the pool as it found it, for the next ones."""
-        try:
-            graph.capture_end()
-        except RuntimeError:
-            with contextlib.suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
-            raise
 
     def dispatch(self, work: StepShape, *, needs_logits: bool = True) -> GraphKey:
         """The smallest graph that holds a step, or EAGER. needs_logits: not all rows of the decode step only draw."""

@@ -105,15 +105,15 @@ def make_gates(num_layers: int, device: torch.device) -> Gates:
 
 def _waits_within(event: torch.cuda.Event, device: torch.device) -> bool:
     """Whether a graph that waits for `event` can be made, and runs."""
-    graph, found = torch.cuda.CUDAGraph(), torch.zeros(1, device=device)
+    graph, pool, found = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), torch.zeros(1, device=device)
     captures.wait_for_device(device)
     with captures.capturing(), torch.cuda.stream(torch.cuda.Stream(device)):
-        graph.capture_begin(capture_error_mode="relaxed")
+        graph.capture_begin(pool=pool, capture_error_mode="relaxed")
         try:
             event.wait()
             found.add_(1)
         finally:
-            graph.capture_end()
+            captures.end(graph, pool)
         graph.replay()
     captures.wait_for_device(device)
     return bool(found.item() == 1)

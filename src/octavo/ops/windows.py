@@ -16,6 +16,9 @@ from typing import Any, Protocol
 class Event(Protocol):
     """What torch.cuda.Event does, made with `enable_timing`."""
 
+    def query(self) -> bool:
+        """Whether it has happened."""
+
     def synchronize(self) -> None:
         """Wait until it has happened."""
 
@@ -37,7 +40,7 @@ class Windows:
         """most: windows under way. share: of the bus's rate while `computes()` says that steps run; 1: all of it."""
         self.most, self.share, self._computes = most, share, computes
         self._clock, self._sleep = clock, sleep
-        self._under_way = collections.deque[tuple[Event, int]]()  # with their bytes
+        self._under_way = collections.deque[tuple[Event, int, bool]]()  # their bytes; behind one that was under way
         self._last: Event | None = None  # that was waited for
         self._largest = 0  # bytes of a window so far
         self._due = 0.0  # when the next window is, by the clock
@@ -59,13 +62,15 @@ class Windows:
 
     def ordered(self, event: Event, num_bytes: int) -> None:
         """A window has been ordered, and `event` behind it."""
-        self._under_way.append((event, num_bytes))
+        follows = bool(self._under_way) and not self._under_way[-1][0].query()
+        self._under_way.append((event, num_bytes, follows))
 
     def _take(self) -> None:
         """Wait for the oldest window."""
-        event, num_bytes = self._under_way.popleft()
+        event, num_bytes, follows = self._under_way.popleft()
         event.synchronize()
-        if self._last is not None and num_bytes >= self._largest:  # the end of a transfer is too short a time
+        # Behind an idle bus the time is not the copy's; the end of a transfer is too short a one.
+        if self._last is not None and follows and num_bytes >= self._largest:
             self._largest = num_bytes
             self.rate = max(self.rate, num_bytes / max(self._last.elapsed_time(event), 1e-3) * 1e3)
         self._last = event

@@ -77,9 +77,10 @@ def _facts(device: torch.device) -> list[Any]:
 
 @functools.cache
 def _sources() -> str:
-    """The sum of all operators: kernels, what launches them, and what they are compared with."""
-    ops = Path(__file__).parents[1]
-    files = sorted(path for path in ops.rglob("*") if path.suffix in (".py", ".cu"))
+    """The sum of all operators and states: kernels, what launches them, and what they are compared with."""
+    root = Path(__file__).parents[2]
+    found = (path for folder in ("ops", "states") for path in (root / folder).rglob("*"))
+    files = sorted(path for path in found if path.suffix in (".py", ".cu"))
     return disk_cache.sum_of(
-        b"\0".join(part for path in files for part in (path.relative_to(ops).as_posix().encode(), path.read_bytes()))
+        b"\0".join(part for path in files for part in (path.relative_to(root).as_posix().encode(), path.read_bytes()))
     )

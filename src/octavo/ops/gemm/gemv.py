@@ -266,8 +266,10 @@ def tile_for(n: int, k: int, normed: bool, gated: bool, processors: int, streams
         if normed and not gated and not streams:
             channels, warps, programs, num_bytes = 32, 2, 3 * processors, 2 * _MAX_BYTES // 3
     elif programs > processors:
-        num_bytes //= 2
-    return Tile(channels, warps, programs, min(num_bytes // (2 * part * channels * sides), k // part + 1), part)
+        part, num_bytes = _PART // 2, num_bytes // 2
+    stages = min(num_bytes // (2 * part * channels * sides), k // part + 1)
+    assert stages > 1, "a step is on its way while the one before it is multiplied"
+    return Tile(channels, warps, programs, stages, part)
 
 
 def serves(

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import distributed
 
-from octavo.ops import captures
 from octavo.rl.session import WeightUpdateError
 from octavo.rl.transport.group import GroupTransport
 
@@ -42,8 +41,10 @@ def _meet(group: Any, device: int, timeout: datetime.timedelta) -> None:
     def run() -> None:
         try:
             torch.cuda.set_device(device)
-            group.broadcast([torch.zeros(1, device="cuda")], distributed.BroadcastOptions()).wait(timeout)
-            captures.wait_for_device()
+            # a stream of its own: another group's kernel, whose peer has died, may hold up a wait for the device
+            with torch.cuda.stream(torch.cuda.Stream()):
+                group.broadcast([torch.zeros(1, device="cuda")], distributed.BroadcastOptions()).wait(timeout)
+                torch.cuda.current_stream().synchronize()
         except BaseException as error:
             errors.append(error)
 

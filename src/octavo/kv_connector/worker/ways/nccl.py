@@ -25,6 +25,7 @@ from octavo.rl.transport.group import MakeGroup
 from octavo.rl.transport.nccl import make_nccl
 
 _POLL = 2e-5  # seconds between two looks: what torch waits with looks every ten milliseconds
+_LOOK = 0.05  # seconds between two looks at whether the peer is there
 _AHEAD = 2  # pieces that are on their way behind the one that is waited for
 _Item = TypeVar("_Item")
 _Begun = TypeVar("_Begun")
@@ -40,7 +41,12 @@ class _Sent:
         """Until they have arrived, for the current stream too. Raises TransferError."""
         until = time.monotonic() + pair.timeout
         with deadline(pair, what):
+            looks_at = time.monotonic() + _LOOK
             while not self._work.is_completed() and time.monotonic() < until:
+                if time.monotonic() >= looks_at:
+                    looks_at += _LOOK
+                    if pair.is_broken_off:
+                        raise EOFError(f"{pair.peer} has closed the connection")
                 time.sleep(_POLL)
             self._work.wait(datetime.timedelta(milliseconds=1))
 
