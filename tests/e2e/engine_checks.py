@@ -8,6 +8,7 @@ import torch
 
 from octavo import LLM, SamplingParams
 from octavo.device.graphs import EAGER, GraphKey, GraphPool, Issue
+from octavo.ops.arrivals import NO_ARRIVALS, Arrivals
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 GOOD_PROMPT = "def add(a, b):\n"
@@ -47,6 +48,7 @@ class Uncaptured(GraphPool):
     def has(self, key: GraphKey, issue: Issue) -> bool:
         return key is not EAGER
 
-    def replay(self, key: GraphKey) -> torch.Tensor:
+    def replay(self, key: GraphKey, arrivals: Arrivals = NO_ARRIVALS) -> torch.Tensor:
+        arrivals.before_all()
         self.replayed.add((key.is_decode, key.gives_logits))
         return self._issue(key)

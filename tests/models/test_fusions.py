@@ -30,7 +30,7 @@ from octavo.layers.linear import Linear
 from octavo.layers.mlp import Mlp, UngatedMlp
 from octavo.layers.norm import RMSNorm
 from octavo.ops import native
-from octavo.ops.arrivals import NO_ARRIVALS
+from octavo.ops.arrivals import NO_GATES
 
 PROMPT = random.Random(0).choices(range(199), k=120)
 # (tokens of each row, whether only last tokens are asked for): prompts, decoding rows, both, chunks, one row
@@ -207,7 +207,7 @@ def test_layers_of_all_forms_follow_each_other() -> None:
                 positions=torch.arange(5),
                 logit_tokens=None if tokens is None else SimpleNamespace(tokens=tokens),
                 taps=NO_TAPS,
-                arrivals=NO_ARRIVALS,
+                gates=NO_GATES,
             )
             with forward_context(context):
                 found, expected = decoder.forward(x, context.positions), x
@@ -254,7 +254,7 @@ def test_a_last_layer_without_a_mixer_computes_the_tokens_that_are_asked_for(mon
             positions=torch.arange(5),
             logit_tokens=None if tokens is None else SimpleNamespace(tokens=tokens),
             taps=NO_TAPS,
-            arrivals=NO_ARRIVALS,
+            gates=NO_GATES,
         )
         with forward_context(context):
             found, expected = decoder.forward(x, context.positions), x
@@ -282,7 +282,7 @@ def test_a_rehearsal_keeps_what_layers_that_it_leaves_out_would_have() -> None:
             positions=torch.arange(5),
             logit_tokens=None,
             taps=taps,
-            arrivals=NO_ARRIVALS,
+            gates=NO_GATES,
         )
         with forward_context(context):
             Decoder([_Form(_one_sum)], _Form(_one_sum).norm).forward(torch.randn(5, 8), context.positions)
