@@ -137,16 +137,25 @@ def test_what_a_kept_answer_follows_from(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_sources_are_all_that_compute_or_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "gpu").mkdir()
-    monkeypatch.setattr(validation_cache, "__file__", str(tmp_path / "gpu" / "validation_cache.py"))
+    compiles = tmp_path / "ops" / "compile"
+    compiles.mkdir(parents=True)
+    (tmp_path / "states").mkdir()
+    monkeypatch.setattr(validation_cache, "__file__", str(compiles / "validation_cache.py"))
     seen = []
-    for name, text in (("a.py", "1"), ("gpu/a.py", "2"), ("gpu/b.cu", "1"), ("gpu/b.cu", "2"), ("gpu/c.so", "1")):
+    for name, text in (
+        ("ops/a.py", "1"),
+        ("ops/compile/a.py", "2"),
+        ("ops/b.cu", "1"),
+        ("states/b.py", "2"),
+        ("ops/c.so", "1"),
+        ("others.py", "1"),
+    ):
         (tmp_path / name).write_text(text)
         validation_cache._sources.cache_clear()
         seen.append(validation_cache._sources())
     validation_cache._sources.cache_clear()
     assert len(set(seen)) == 4
-    assert seen[3] == seen[4]
+    assert seen[3] == seen[4] == seen[5]
 
 
 def test_machine_code_that_is_kept_counts_as_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
