@@ -156,7 +156,7 @@ def test_E_3_C_7_a_spoiled_file_is_computed_whatever_the_policy_and_a_failing_di
     llm = make_llm(max_model_len=512, kv_transfer_config={**storage(tmp_path), "kv_load_failure_policy": policy})
     bits(llm)
     settle(llm)
-    for _ in range(20):  # a look-up that is not answered in time, as on a busy machine, finds nothing
+    for _ in range(20):  # on a busy machine a first try was seen to load nothing, and so to miss nothing
         for number, path in enumerate(sorted(tmp_path.rglob("*-0.safetensors"))):
             if number % 2:
                 path.write_bytes(path.read_bytes()[:-7])
