@@ -29,7 +29,7 @@ from octavo.models.base import Model
 from octavo.ops.cache_write.quantize import LIMITS
 from octavo.plan import StepLimits
 from octavo.states.base import LayerStates, StateInputs, StateStep, layer_states
-from octavo.states.choice import state_backend
+from octavo.states.choice import backend_of
 
 _LOG = logging.getLogger(__name__)
 CALIBRATION_TOKENS = 64
@@ -178,4 +178,4 @@ def _states_of(model: Model, pool: KVCachePool, positions: torch.Tensor) -> Mapp
             positions=positions,
         )
     )
-    return layer_states(model.layer_specs, pool, nothing, step, state_backend(positions.device))
+    return layer_states(model.layer_specs, pool, nothing, step, backend_of(pool))
