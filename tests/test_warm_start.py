@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -72,18 +74,34 @@ def test_the_runtime_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_start_opens_the_device_first(device: str, opened: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, thresholds = threading.Event(), []
 
-    def build_core(config: EngineConfig, phases: Phases, *, text: bool, **_: object) -> Any:
+    def build_core(config: EngineConfig, phases: Phases, opening: object, *, text: bool, **_: object) -> Any:
         assert begun.wait(patient(5) if opened else 0.1) is opened
         thresholds.append(gc.get_threshold()[0])
         return config, text
 
     monkeypatch.setattr(warm_start, "open_driver", lambda: begun.set())
+    monkeypatch.setattr("octavo.worker.device.Opening", lambda config: None)
     monkeypatch.setattr("octavo.startup.build.build_core", build_core)
     config, before = EngineConfig(device=device), gc.get_threshold()
     parts: Any = warm_start.start(config, Phases(), text=False)
     assert parts == (config, False)
     assert thresholds[0] > before[0], "garbage is looked for less often during a start"
     assert gc.get_threshold() == before
+
+
+def test_the_gpu_opens_while_the_engine_is_imported() -> None:
+    """In a process of its own, where nothing is imported yet."""
+    code = (
+        "import sys, threading, torch\nfrom octavo.config.engine_config import EngineConfig\n"
+        "from octavo.observe import Phases\nfrom octavo.startup import warm_start\nfrom octavo.worker import device\n"
+        "seen = []\n"
+        "device.Opening = lambda config: seen.append('octavo.worker.runner' in sys.modules)\n"
+        "try: warm_start.start(EngineConfig(model='/nowhere', device='cpu'), Phases())\n"
+        "except (ValueError, AttributeError): pass\n"
+        "assert seen == [False] and 'octavo.worker.runner' in sys.modules"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(120))
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_gpu_that_the_process_has_chosen_is_the_only_one_opened(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +117,7 @@ def test_a_gpu_that_the_process_has_chosen_is_the_only_one_opened(monkeypatch: p
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(device, "has_driver", lambda: True)
     monkeypatch.setattr(device, "_open", opened.append)
-    monkeypatch.setattr("octavo.startup.build.build_core", lambda config, phases, **_: device.Opening(config))
+    monkeypatch.setattr("octavo.startup.build.build_core", lambda config, phases, opening, **_: opening)
     opening: Any = warm_start.start(EngineConfig(device="auto"), Phases())
     opening.join()
     assert opened == [None]

@@ -121,7 +121,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "startup.cuda_init": (set(), set()),
     "startup.fresh_pages": (set(), set()),
     "startup.warm_start": (
-        {"words", "speculate", "startup.cuda_init", "startup.fresh_pages", "startup.build"},
+        {"words", "speculate", "startup.cuda_init", "startup.fresh_pages", "startup.build", "worker.device"},
         set(),
     ),
     "startup.cache": ({"words", "cache", "worker.facts"}, {"msgspec"}),
@@ -135,6 +135,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "sched",
             "kv_connector",
             "speculate",
+            "worker.device",
             "worker.executor",
             "worker.facts",
             "worker.worker",

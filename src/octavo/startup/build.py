@@ -35,6 +35,7 @@ from octavo.startup.cache import plan_cache
 from octavo.startup.frontend import FrontendParts, find_and_read, load_frontend
 from octavo.startup.identity import make_identity, read_secret, shared_facts
 from octavo.startup.memory_plan import sized_by
+from octavo.worker.device import Opening
 from octavo.worker.executor import Executor, InlineExecutor, ThreadExecutor
 from octavo.worker.facts import WorkerFacts, least
 from octavo.worker.worker import Worker
@@ -66,9 +67,14 @@ class Built(NamedTuple):
 
 
 def build_core(
-    config: EngineConfig, phases: Phases, *, text: bool = True, speculator: Speculator = NO_SPECULATOR
+    config: EngineConfig,
+    phases: Phases,
+    opening: Opening,
+    *,
+    text: bool = True,
+    speculator: Speculator = NO_SPECULATOR,
 ) -> Built:
-    """The core, its workers loaded; without `text` no tokenizer: prompts come as ids.
+    """The core, its workers loaded; without `text` no tokenizer: prompts come as ids. opening: of the device.
 
     Raises ValueError, in one line.
     """
@@ -76,7 +82,7 @@ def build_core(
     secret = read_secret(config) or secret_of(kind, transfer)
     worker = Worker(speculator)
     executor: Executor = InlineExecutor(worker)
-    opens = any(executor.call("begin", config))
+    opens = any(executor.call("begin", config, opening))
     with phases("find and read the model's config"):
         folder, arch = find_and_read(config)
     if opens:

@@ -68,10 +68,10 @@ class Worker:
         self._operators: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # until `load`
         self._thread = threading.get_ident()  # that issued last
 
-    def begin(self, config: EngineConfig) -> bool:
-        """Begin to open the device; whether there is a GPU that takes its time."""
+    def begin(self, config: EngineConfig, opening: Opening | None = None) -> bool:
+        """Begin to open the device; whether there is a GPU that takes its time. opening: what began in this process."""
         self._config = config
-        self._opening = Opening(config)
+        self._opening = opening or Opening(config)
         return self._opening.opens
 
     def import_kernels(self) -> None:
