@@ -22,7 +22,6 @@ from octavo.config.settings import ConfigError
 from octavo.config.speculative import cheap_tokens
 from octavo.engine import EngineCore
 from octavo.kv_connector import NO_CONNECTOR, Connector
-from octavo.kv_connector.orders import EngineSide
 from octavo.kv_connector.table import Kind, brings, check_groups, make_kind, scheduler_half, secret_of
 from octavo.observe import Phases
 from octavo.request.fields import FieldSpec
@@ -181,7 +180,11 @@ def _connect(
     facts: Mapping[str, str],
     executor: Executor,
 ) -> Connector:
-    """Both halves of the connector. Raises ConfigError."""
+    """Both halves of the connector, if there is one. Raises ConfigError."""
+    if not transfer.kv_connector:
+        return NO_CONNECTOR
+    from octavo.kv_connector.orders import EngineSide
+
     digest = "" if identity is LOCAL else hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
     executor.call("connect", transfer, digest, facts)
     return scheduler_half(

@@ -31,16 +31,15 @@ from octavo.grammar.compiler import NO_GRAMMARS, Grammars
 from octavo.model_state.default import DefaultModelState
 from octavo.models.base import Model
 from octavo.ops.arrivals import NO_GATES, Gates, make_gates
+from octavo.ops.cache_write.quantize import LIMITS, cache_dtype
 from octavo.ops.placement import Allocate
 from octavo.plan import StepLimits
 from octavo.sampling.sampler import Sampler
 from octavo.speculate import NO_SPECULATOR, Speculator
-from octavo.speculate.drafter import make_drafter
-from octavo.speculate.step import DraftBatches
+from octavo.speculate.drafter import Drafter, make_drafter
 from octavo.startup.memory_plan import graph_tokens
 from octavo.startup.probe import attention_names
 from octavo.worker.backends import make_backends
-from octavo.worker.calibration import cache_dtype, calibrate_kv_scales
 from octavo.worker.runner import Runner
 
 _LOG = logging.getLogger(__name__)
@@ -63,7 +62,10 @@ def make_runner(
     layer_specs = [*model.layer_specs, *speculator.layer_specs]
     device, limits = torch.device(resolved.device), plan.limits
     pool = _make_pool(resolved, plan, device, allocate)
-    calibrate_kv_scales(model, resolved, plan)
+    if pool.buffer.dtype in LIMITS:
+        from octavo.worker.calibration import calibrate_kv_scales
+
+        calibrate_kv_scales(model, resolved, plan)
     block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
     _LOG.info("attention backend %s: %s", attention_names(resolved), resolved.why.get("attention_backend", "chosen"))
     _LOG.info("cache layout %s, blocks of %d, kernel blocks of %s", plan.layout, plan.block_size, block_sizes)
@@ -101,9 +103,13 @@ def make_runner(
     state = DefaultModelState(layer_specs, backends, pool, fields, [table.data for table in tables.tables])
     keys = _graph_keys(model, resolved, limits, [backend.capability for backend in backends])
     graphs = GraphPool(keys, _gates(model, device) if brings and keys else NO_GATES)
-    prepare, own_tables = state.prepare_drafts, buffers.block_tables
-    batches = DraftBatches(tables, requests.tensors, own_tables, limits, prepare, sampler.tables)
-    drafter = make_drafter(speculator, batches, model.arch.hidden_size, getattr(torch, resolved.dtype))
+    drafter = Drafter(requests.tensors)
+    if speculator is not NO_SPECULATOR:
+        from octavo.speculate.step import DraftBatches
+
+        prepare, own_tables = state.prepare_drafts, buffers.block_tables
+        batches = DraftBatches(tables, requests.tensors, own_tables, limits, prepare, sampler.tables)
+        drafter = make_drafter(speculator, batches, model.arch.hidden_size, getattr(torch, resolved.dtype))
     parts = model, state, pool, requests, tables, buffers, sampler, graphs
     return Runner(*parts, writes=queue, drafter=drafter, kept_experts=resolved.kept_experts)
 
@@ -116,7 +122,7 @@ def _make_pool(resolved: Resolved, plan: CachePlan, device: torch.device, alloca
     return KVCachePool(
         plan.groups,
         num_blocks=plan.num_blocks,
-        dtype=cache_dtype(resolved),
+        dtype=cache_dtype(resolved.kv_cache_dtype),
         device=device,
         layout=LAYOUTS[plan.layout],
         tables=plan.tables,
