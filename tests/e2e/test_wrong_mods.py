@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from engine_checks import assert_idle
-from insides import runner_of
 from octavo import LLM, AttentionMods, SamplingParams
 from octavo.attention import (
     alibi,
@@ -233,6 +232,8 @@ class Event:
 
 def test_a_step_in_which_all_fail_is_over_when_what_was_tried_is(make_llm: Callable[..., LLM]) -> None:
     """Its blocks are given to others then, who may write to them beside the steps."""
+    from insides import runner_of  # a server reads this file as well
+
     llm = make_llm(**LIMITS, attention_mods=FAILING, async_scheduling=False)
     runner = runner_of(llm.engine)
     runner._events, seen, issue = [Event(), Event()], [], runner._issue_sound
