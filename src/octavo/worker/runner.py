@@ -16,7 +16,6 @@ import torch
 
 from octavo.attention.base import ForwardContext, forward_context
 from octavo.attention.mods import ModError
-from octavo.attention.mods.failing import find_failing
 from octavo.cache.pool import KVCachePool
 from octavo.device.batch import Batch, BatchOrder, InputBuffers, StepShape
 from octavo.device.block_table import BlockTables
@@ -283,6 +282,8 @@ class Runner:
 
         What the first try has stored of K and V is stored again.
         """
+        from octavo.attention.mods.failing import find_failing
+
         places = np.arange(work.num_rows)
         wrong = find_failing(places, error, lambda some: self._fails(work.only(some)))
         failed = {int(work.rows[place]): MOD_FAILED for place in wrong}
