@@ -61,7 +61,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "sched": ({"words", "kv_connector"}, {"numpy", "msgspec"}),
     "cache": ({"words"}, {"torch", "numpy"}),
-    "ops": (set(), {"torch", "triton", "numpy"}),
+    "ops": (set(), {"torch", "triton", "numpy", "msgspec"}),
     # the seam between engine and layers that keep states, as attention.base is of those that attend
     "states": ({"words", "cache", "ops"}, {"torch"}),
     "attention": ({"words", "cache", "ops", "states"}, {"torch", "numpy", "matplotlib"}),
@@ -70,15 +70,15 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "models": ({"layers", "attention.base", "ops", "words"}, {"torch", "numpy"}),
     "checkpoint.hub": ({"words"}, {"huggingface_hub"}),
     "checkpoint": ({"models", "layers", "attention.base", "ops", "words"}, {"torch", "numpy", "safetensors", "xxhash"}),
-    "device": ({"attention.base", "cache", "ops", "words"}, {"torch", "numpy"}),
+    "device": ({"attention.base", "cache", "ops", "words"}, {"torch", "numpy", "msgspec"}),
     "model_state": ({"device", "attention.base", "cache", "states", "words"}, {"torch", "numpy"}),
     # drafters are models of their own, beside the target; the root and its table load no torch
     "speculate": (
         {"attention.base", "cache", "checkpoint", "device", "layers", "models", "ops", "words"},
-        {"torch", "numpy"},
+        {"torch", "numpy", "msgspec"},
     ),
     "grammar": ({"words"}, {"llguidance", "msgspec", "numpy"}),
-    "sampling": ({"device", "grammar", "ops", "words"}, {"torch", "numpy"}),
+    "sampling": ({"device", "grammar", "ops", "words"}, {"torch", "numpy", "msgspec"}),
     # a trainer's side: the engine's operators, layers and families, and nothing that runs requests
     "rl": (
         {"attention", "cache", "layers", "models", "ops", "states", "words", "rl.sender", "rl.current_weights"}
