@@ -34,7 +34,7 @@ def test_every_kernel_is_told_as_inspect_tells_it() -> None:
 
 @triton.jit
 def _of_a_test(x):  # type: ignore[no-untyped-def]
-    return x  # fmt: skip
+    return x
 
 
 def test_functions_of_others_are_left_to_inspect(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from octavo.cache.groups import TableSpec
@@ -81,14 +82,7 @@ def build_core(
     secret = read_secret(config) or secret_of(kind, transfer)
     worker = Worker(speculator)
     executor: Executor = InlineExecutor(worker)
-    opens = any(executor.call("begin", config, opening))
-    with phases("find and read the model's config"):
-        folder, arch = find_and_read(config)
-    if opens:
-        with phases("import the kernels"):
-            executor.call("import_kernels")
-    with phases("open the device"):
-        resolved = resolve(config, arch, executor.call("open", arch)[0])
+    folder, arch, resolved = _begin(config, phases, opening, executor)
     with phases("load the tokenizer"):
         frontend = load_frontend(config, folder, arch, text=text)
     with phases("load the weights"):
@@ -130,6 +124,18 @@ def build_core(
         session_timeout=resolved.weight_transfer_config.get("session_timeout"),
     )
     return Built(core, engine_facts, frontend)
+
+
+def _begin(config: EngineConfig, phases: Phases, opening: Opening, executor: Executor) -> tuple[Path, Arch, Resolved]:
+    """The model's folder and facts, and the settings, with the device open. Raises ValueError."""
+    opens = any(executor.call("begin", config, opening))
+    with phases("find and read the model's config"):
+        folder, arch = find_and_read(config)
+    if opens:
+        with phases("import the kernels"):
+            executor.call("import_kernels")
+    with phases("open the device"):
+        return folder, arch, resolve(config, arch, executor.call("open", arch)[0])
 
 
 def _capture(resolved: Resolved, executor: Executor, phases: Phases) -> int:
