@@ -40,7 +40,8 @@ with LLM(sys.argv[1], phases=phases, **json.loads(sys.argv[2])) as llm:
 def start(tree: str, model: str, fields: dict[str, Any], limit: float) -> dict[str, Any]:
     """One start of a tree, a folder with the package: its seconds by name, its phases, and the modules it imported."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    environment["PYTHONPATH"] = str(Path(tree).resolve())
+    others = environment.get("PYTHONPATH", "").split(os.pathsep)  # third-party packages may be there
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(tree).resolve()), *filter(None, others)])
     command = [sys.executable, "-c", _CHILD, model, json.dumps(fields)]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit, check=False)
     if ended.returncode:
