@@ -76,6 +76,7 @@ def main() -> None:
     parser.add_argument("--fields", default="{}", help="more settings of the engine, as JSON")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=90.0)
+    parser.add_argument("--keep", type=Path, help="a file for all that was measured, names of modules too, as JSON")
     options = parser.parse_args()
     ends, runs = time.perf_counter() + options.seconds, dict[str, list[dict[str, Any]]]()
     trees = dict(each.split("=", 1) for each in options.trees)
@@ -101,6 +102,8 @@ def main() -> None:
     ordered = {name: runs[name] for name in trees}
     for name, own in ordered.items():
         print(f"{name}: ready after {', '.join(format(run['seconds']['ready'], '.2f') for run in own)} s")
+    if options.keep is not None:
+        options.keep.write_text(json.dumps(ordered), encoding="utf-8")
     first, *others = ordered
     for name in others:
         pairs = zip(ordered[first], ordered[name], strict=True)
