@@ -7,8 +7,8 @@ from it; functions of others are left to `inspect`.
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import sys
 import types
 from typing import Any
 
@@ -17,7 +17,9 @@ _CLOSING = (")", "]", "}")  # a line that begins so goes on with a statement abo
 
 def read_quickly() -> None:
     """Let Triton ask here, in this process. With a Triton that asks in another way nothing changes."""
-    asking: Any = importlib.import_module("triton.runtime.jit")
+    import triton  # and nothing within it: another thread may import it too, and a module waits for its package
+
+    asking: Any = sys.modules.get(f"{triton.__name__}.runtime.jit")
     if getattr(asking, "inspect", None) is inspect:
         asking.inspect = _Inspect()
 
