@@ -40,7 +40,7 @@ DEVICE_SIDE = {
 # "words" stands for WORDS; "attention.base" allows that module and not the backends.
 TABLE: dict[str, tuple[set[str], set[str]]] = {
     **{word: ({"words"}, {"numpy", "msgspec"}) for word in WORDS},
-    "config": ({"words"}, {"yaml"}),
+    "config": ({"words"}, {"yaml", "msgspec"}),
     "observe": (set(), {"rich"}),
     "cache.specs": ({"words", "attention.mods"}, set()),  # a spec holds a user's mods, which load no torch
     # the scheduler's halves, and the messages to the worker's: no torch
@@ -69,7 +69,10 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "layers": ({"attention.base", "states.base", "ops", "words"}, {"torch"}),
     "models": ({"layers", "attention.base", "ops", "words"}, {"torch", "numpy"}),
     "checkpoint.hub": ({"words"}, {"huggingface_hub"}),
-    "checkpoint": ({"models", "layers", "attention.base", "ops", "words"}, {"torch", "numpy", "safetensors", "xxhash"}),
+    "checkpoint": (
+        {"models", "layers", "attention.base", "ops", "words"},
+        {"torch", "numpy", "safetensors", "xxhash", "msgspec"},
+    ),
     "device": ({"attention.base", "cache", "ops", "words"}, {"torch", "numpy", "msgspec"}),
     "model_state": ({"device", "attention.base", "cache", "states", "words"}, {"torch", "numpy"}),
     # drafters are models of their own, beside the target; the root and its table load no torch
@@ -106,7 +109,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "rl.sender": ({"rl.session", "rl.plan", "rl.transport", "ops.copying"}, {"torch", "safetensors"}),
     "rl.transport": ({"rl.session", "rl.plan", "checkpoint", "ops.captures"}, {"torch"}),
     "worker.executor": ({"words"}, {"msgspec"}),  # all that an engine's loop knows of workers, and without torch
-    "worker.facts": ({"words", "cache"}, set()),
+    "worker.facts": ({"words", "cache"}, {"msgspec"}),
     "worker": (
         {"words", "speculate", "grammar", "startup.cuda_init", "startup.fresh_pages", "startup.frontend"}
         | {"startup.probe"}
@@ -117,7 +120,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "text": ({"words"}, {"tokenizers", "jinja2", "msgspec", "numpy", "sentencepiece"}),
     "startup.probe": ({"words", "ops"}, {"torch"}),
-    "startup.frontend": ({"words", "text", "grammar", "checkpoint.hub"}, set()),
+    "startup.frontend": ({"words", "text", "grammar", "checkpoint.hub"}, {"msgspec"}),
     "startup.cuda_init": (set(), set()),
     "startup.fresh_pages": (set(), set()),
     "startup.warm_start": (
@@ -140,7 +143,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "worker.facts",
             "worker.worker",
         },
-        set(),
+        {"msgspec"},
     ),
     "engine": ({"words", "sched", "worker.executor", "rl.session"}, {"msgspec"}),
     # What stands between users and a core, for LLM and the server alike. The messages to a core and the protocol of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,7 +123,7 @@ class _Recorder(Worker):
         return super().__getattribute__(name)
 
     def load(self, *args: Any) -> Any:
-        return dataclasses.replace(super().load(*args), compiles_ahead=True)
+        return msgspec.structs.replace(super().load(*args), compiles_ahead=True)
 
     def compile(self) -> None:
         pass

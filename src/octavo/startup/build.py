@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from octavo.cache.groups import TableSpec
 from octavo.cache.plan import CachePlan, show_bytes
 from octavo.checkpoint.arch import Arch
@@ -41,8 +43,7 @@ from octavo.worker.facts import WorkerFacts, least
 from octavo.worker.worker import Worker
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class EngineFacts:
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine runs with, as plain data: for whoever stands before it, here or in another process."""
 
     resolved: Resolved
