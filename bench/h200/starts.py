@@ -1,7 +1,8 @@
 """Starts of several source trees by turns, in new processes: `python bench/h200/starts.py old=/path/src new=src`.
 
-Each tree starts once ahead, which compiles and keeps its kernels and Python's bytecode; that start is told and not
-counted. Seconds from the start of the process, as the engine tells its phases; ends by itself within `--seconds`.
+Each tree is copied, to where Python can keep its bytecode, and starts once ahead, which compiles that and its kernels;
+this start is told and not counted. Seconds from the start of the process, as the engine tells its phases; ends by
+itself within `--seconds`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -20,20 +22,21 @@ from typing import Any
 from octavo.bench.shapes import SHAPES
 
 _CHILD = """
-import json, resource, sys, time
+import json, os, resource, sys, time
 began = time.perf_counter()
 from octavo import LLM, SamplingParams
 from octavo.observe import Phases
 imported = time.perf_counter() - began
 phases = Phases()
-with LLM(sys.argv[1], phases=phases, **json.loads(sys.argv[2])) as llm:
-    ready = phases.total
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    modules = sorted(sys.modules)
-    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
-    seconds = {"ready": ready, "first token": phases.total, "processor": used.ru_utime + used.ru_stime, "LLM": imported}
-    parts = {name: spent for name, spent, depth in phases.entries if not depth}
-    print(json.dumps({"seconds": seconds, "parts": parts, "modules": modules}))
+llm = LLM(sys.argv[1], phases=phases, **json.loads(sys.argv[2]))
+ready = phases.total
+used = resource.getrusage(resource.RUSAGE_SELF)
+modules = sorted(sys.modules)
+llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+seconds = {"ready": ready, "first token": phases.total, "processor": used.ru_utime + used.ru_stime, "LLM": imported}
+parts = {name: spent for name, spent, depth in phases.entries if not depth}
+print(json.dumps({"seconds": seconds, "parts": parts, "modules": modules}), flush=True)
+os._exit(0)  # an end takes longer than a start
 """
 
 
@@ -87,6 +90,9 @@ def main() -> None:
             fields["load_format"] = "dummy"
         fields |= json.loads(options.fields)
         model, longest = options.model or folder, 0.0
+        for name, tree in list(trees.items()):
+            trees[name] = str(Path(folder, name))
+            shutil.copytree(Path(tree, "octavo"), Path(folder, name, "octavo"), copy_function=shutil.copyfile)
         for name, tree in trees.items():
             first = start(tree, model, fields, options.seconds)
             print(f"{name}: ahead, ready after {first['seconds']['ready']:.2f} s", flush=True)
