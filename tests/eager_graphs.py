@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from octavo.device.graphs import EAGER, GraphKey, GraphPool
+from octavo.device.graphs import EAGER, GraphKey, GraphPool, Issue
 from octavo.ops.arrivals import NO_ARRIVALS, NO_GATES, Arrivals, Gates
 
 
@@ -22,12 +23,24 @@ class _Issued:
 
 
 class EagerGraphs(GraphPool):
-    """Replays a step by issuing it for its padded shape; counts them."""
+    """Issues in place of each replay what the graph would hold, padded alike; counts them."""
 
     def __init__(self, runner: Any, keys: list[GraphKey], gates: Gates = NO_GATES) -> None:
         super().__init__(keys, gates)
         self.replayed: list[GraphKey] = []
         self._runner = runner
+
+    def capture_first(self, issue: Issue, rehearse: Callable[[GraphKey], object], *_: object, **__: object) -> None:
+        for keys in (self._mixed, self._decode):
+            rehearse(keys[0])  # once: it has no effect
+
+    def missing_keys(self) -> list[GraphKey]:
+        return []
+
+    @property
+    def replayed_kinds(self) -> set[tuple[bool, bool]]:
+        """Of what was replayed: whether it decodes, and gives logits."""
+        return {(key.is_decode, key.gives_logits) for key in self.replayed}
 
     def has(self, key: GraphKey, issue: Any) -> bool:
         return key is not EAGER

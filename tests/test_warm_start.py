@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.util
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -72,18 +74,37 @@ def test_the_runtime_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_start_opens_the_device_first(device: str, opened: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, thresholds = threading.Event(), []
 
-    def build_core(config: EngineConfig, phases: Phases, *, text: bool, **_: object) -> Any:
+    def build_core(config: EngineConfig, phases: Phases, opening: object, *, text: bool, **_: object) -> Any:
         assert begun.wait(patient(5) if opened else 0.1) is opened
         thresholds.append(gc.get_threshold()[0])
         return config, text
 
     monkeypatch.setattr(warm_start, "open_driver", lambda: begun.set())
+    monkeypatch.setattr("octavo.worker.device.Opening", lambda config: None)
     monkeypatch.setattr("octavo.startup.build.build_core", build_core)
     config, before = EngineConfig(device=device), gc.get_threshold()
     parts: Any = warm_start.start(config, Phases(), text=False)
     assert parts == (config, False)
     assert thresholds[0] > before[0], "garbage is looked for less often during a start"
     assert gc.get_threshold() == before
+
+
+def test_the_gpu_opens_while_the_engine_is_imported() -> None:
+    """In a process of its own, where nothing is imported yet."""
+    code = (
+        "import sys, threading, torch\nfrom octavo.config.engine_config import EngineConfig\n"
+        "from octavo.observe import Phases\nfrom octavo.startup import warm_start\nfrom octavo.worker import device\n"
+        "seen = []\n"
+        "class Opening:\n"
+        "    opens = False\n"
+        "    def __init__(self, config): seen.append('octavo.worker.runner' in sys.modules)\n"
+        "device.Opening = Opening\n"
+        "try: warm_start.start(EngineConfig(model='/nowhere', device='cpu'), Phases())\n"
+        "except ValueError: pass\n"
+        "assert seen == [False] and 'octavo.worker.runner' in sys.modules"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(120))
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_gpu_that_the_process_has_chosen_is_the_only_one_opened(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +120,7 @@ def test_a_gpu_that_the_process_has_chosen_is_the_only_one_opened(monkeypatch: p
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(device, "has_driver", lambda: True)
     monkeypatch.setattr(device, "_open", opened.append)
-    monkeypatch.setattr("octavo.startup.build.build_core", lambda config, phases, **_: device.Opening(config))
+    monkeypatch.setattr("octavo.startup.build.build_core", lambda config, phases, opening, **_: opening)
     opening: Any = warm_start.start(EngineConfig(device="auto"), Phases())
     opening.join()
     assert opened == [None]
@@ -125,6 +146,46 @@ def test_what_fails_while_the_device_opens_is_left_to_who_needs_it(monkeypatch: 
     assert not called
     device._open("12.8")
     assert called == ["12.8", "driver", "library"]
+
+
+# What an engine of one dense model has no use for: it is loaded where somebody asks for it.
+WINGS = (
+    "bench", "cli", "router", "serve", "device.cuda_pages", "device.virtual_memory", "frontend.metrics",
+    "kv_connector.guard", "kv_connector.host", "kv_connector.orders", "kv_connector.p2p", "kv_connector.peers",
+    "kv_connector.worker.cache_bytes", "layers.latent_attention", "layers.mixers", "layers.moe", "models.drafters",
+    "models.hybrids", "ops.scan", "rl.plan", "rl.receiver", "rl.transport", "speculate.block", "speculate.head",
+    "speculate.step", "states.cpu", "states.gpu", "worker.calibration", "worker.identity",
+)  # fmt: skip
+FOREIGN = ("httptools", "llguidance", "prometheus_client", "starlette", "transformers", "triton", "uvicorn", "xxhash")
+
+
+def test_a_plain_engine_loads_none_of_what_it_does_not_use() -> None:
+    code = (
+        "import sys\nfrom octavo import LLM, SamplingParams\n"
+        "llm = LLM('octavo-tiny', device='cpu', dtype='float32', max_model_len=64, max_num_seqs=2)\n"
+        "llm.generate('a', SamplingParams(max_tokens=2), use_tqdm=False)\n"
+        "print(*sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(120))
+    assert ended.returncode == 0, ended.stderr
+    loaded = ended.stdout.split()
+    assert "octavo.worker.runner" in loaded
+    unused = [*(f"octavo.{wing}" for wing in WINGS), *FOREIGN]
+    assert not [name for name in loaded if any(name == own or name.startswith(own + ".") for own in unused)]
+    known = {name for name in unused if name.startswith("octavo")}
+    assert all(importlib.util.find_spec(name) for name in known), "a wing that was renamed is watched no more"
+
+
+def test_a_model_without_states_loads_no_kernels_of_them() -> None:
+    """On a GPU they are two dozen modules of Triton."""
+    code = (
+        "import sys, torch\nfrom types import SimpleNamespace\nfrom octavo.states.choice import backend_of\n"
+        "buffer = SimpleNamespace(device=torch.device('cuda'))\n"
+        "assert backend_of(SimpleNamespace(states={}, buffer=buffer)) is None\n"
+        "assert 'octavo.states.gpu' not in sys.modules"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(120))
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_every_module_of_kernels_that_a_start_imports_is_there() -> None:

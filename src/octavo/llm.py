@@ -15,7 +15,7 @@ import logging
 import numbers
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from msgspec.structs import force_setattr
 
@@ -24,7 +24,6 @@ from octavo.config.settings import ConfigError, python_names
 from octavo.frontend.engine import Engine
 from octavo.frontend.frontend import Checked
 from octavo.frontend.frontend import Prompt as EnginePrompt
-from octavo.frontend.metrics import Metric, metrics_of, metrics_of_requests
 from octavo.frontend.shared_control import Control
 from octavo.frontend.sharing import Call, SharedEngine
 from octavo.frontend.weights import WeightMethods
@@ -52,6 +51,9 @@ from octavo.text.sandbox import TextSandbox
 from octavo.text.template import read_template
 from octavo.text.thinking import ThinkingRule
 from octavo.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from octavo.frontend.metrics import Metric
 
 _LOG = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -339,6 +341,8 @@ class LLM(WeightMethods):
         tokens, ends, and histograms of sizes and times. A request is counted when it is told of: those of `generate`
         at their end, so that the times between two tokens are those of `stream` alone.
         """
+        from octavo.frontend.metrics import metrics_of, metrics_of_requests
+
         labels = {"model_name": str(self.config.model), "engine": "0"}
         return metrics_of(self.engine.stats, labels) + metrics_of_requests(self._shared.log.counts, labels)
 

@@ -30,11 +30,11 @@ from octavo.attention import mla, paged  # noqa: E402
 from octavo.cache.specs import StateSpec, StateTensor  # noqa: E402
 from octavo.config.engine_config import Resolved  # noqa: E402
 from octavo.device.graphs import GraphKey, GraphPool, decode_keys, mixed_keys  # noqa: E402
-from octavo.model_state import default  # noqa: E402
 from octavo.ops.attention import paged_plan  # noqa: E402
 from octavo.ops.compile import launch, side_by_side  # noqa: E402
 from octavo.plan import StepLimits  # noqa: E402
 from octavo.startup.cache import plan_cache  # noqa: E402
+from octavo.states import choice  # noqa: E402
 from octavo.states.gpu import GpuStates  # noqa: E402
 from octavo.worker.assembly import make_runner  # noqa: E402
 from octavo.worker.backends import backend_facts, buffer_bytes, compiles_ahead  # noqa: E402
@@ -197,7 +197,7 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
                 monkeypatch.setattr(module, name, lambda device, value=value: value)
     for backend in (paged.PagedBackend, mla.MlaBackend):
         monkeypatch.setattr(backend, "capability", dataclasses.replace(backend.capability, devices=("cpu", "cuda")))
-    monkeypatch.setattr(default, "state_backend", lambda device: GpuStates())
+    monkeypatch.setattr(choice, "state_backend", lambda device: GpuStates())
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *args, pin_memory=False, **options: zeros(*args, **options))
     yield names

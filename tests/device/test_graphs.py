@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -61,12 +62,12 @@ def test_short_rows_take_the_graph_of_their_length() -> None:
     pool = GraphPool(decode_keys(20, (100, 1000)))
     for longest, length in ((1, 100), (100, 100), (101, 1000), (1000, 1000), (1001, ANY_LENGTH)):
         for rows, padded in ((1, 1), (3, 4), (17, 20), (20, 20)):
-            step = dataclasses.replace(work([1] * rows, is_decode=True), max_seq_len=longest)
+            step = msgspec.structs.replace(work([1] * rows, is_decode=True), max_seq_len=longest)
             assert pool.dispatch(step) == GraphKey(padded, padded, length, is_decode=True)
     assert pool.dispatch(work([1] * 21, is_decode=True)) is EAGER
     pool = GraphPool(decode_keys(200, (100,)))
     for longest, padded in ((100, 144), (101, 192)):  # longer rows have fewer sizes
-        step = dataclasses.replace(work([1] * 129, is_decode=True), max_seq_len=longest)
+        step = msgspec.structs.replace(work([1] * 129, is_decode=True), max_seq_len=longest)
         assert pool.dispatch(step).num_rows == padded
 
 
@@ -81,7 +82,7 @@ def test_rows_that_only_draw_have_graphs_without_logits() -> None:
     assert set(keys) - set(drawn) == set(decode_keys(100, (50,)))
     pool = GraphPool(keys)
     for rows, longest in itertools.product((1, 64, 65, 72, 90, 97), (50, 51)):
-        step = dataclasses.replace(work([1] * rows, is_decode=True), max_seq_len=longest)
+        step = msgspec.structs.replace(work([1] * rows, is_decode=True), max_seq_len=longest)
         plain, other = pool.dispatch(step, needs_logits=False), pool.dispatch(step)
         assert plain == dataclasses.replace(other, gives_logits=other.num_rows not in range(65, 97))
         assert other.gives_logits and other.num_rows >= rows
@@ -179,7 +180,7 @@ def test_rows_that_decode_again_are_laid_out_as_from_the_start() -> None:
         rows = np.arange(6 if rng.integers(4) else 5)
         plan = StepPlan(step=number, new_rows=new_rows, rows=rows, num_tokens=np.maximum(left[rows], 1))
         step, fresh = lay_out(plan), BatchOrder(tables[1])(plan)
-        for field in dataclasses.fields(StepShape):
+        for field in msgspec.structs.fields(StepShape):
             assert np.array_equal(getattr(step, field.name), getattr(fresh, field.name)), field.name
         assert np.array_equal(tables[0].num_computed_upper, tables[1].num_computed_upper)
         assert not (step.rows is last.rows and not (step.is_decode and last.is_decode))
@@ -205,7 +206,7 @@ def test_rows_that_verify_again_are_laid_out_as_from_the_start() -> None:
         computed = tables[0].prefill_len_np[rows] + rng.integers(-1 if rng.integers(8) == 0 else 0, 50, 4)
         plan = StepPlan(step=number, rows=rows, num_tokens=num_tokens, num_drafts=num_drafts, computed=computed)
         step, fresh = lay_out(plan), BatchOrder(tables[1])(plan)
-        for field in dataclasses.fields(StepShape):
+        for field in msgspec.structs.fields(StepShape):
             assert np.array_equal(getattr(step, field.name), getattr(fresh, field.name)), field.name
         assert np.array_equal(tables[0].num_computed_upper, tables[1].num_computed_upper)
         assert step.num_logit_tokens == 4 + num_drafts.sum() and step.max_logits_per_row == 1 + num_drafts.max()

@@ -1,14 +1,8 @@
-"""What holds of an engine whenever nothing runs, a request that must always give the same, and graphs without a GPU."""
+"""What holds of an engine whenever nothing runs, and a request that must always give the same."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-
 from octavo import LLM, SamplingParams
-from octavo.device.graphs import EAGER, GraphKey, GraphPool, Issue
-from octavo.ops.arrivals import NO_ARRIVALS, Arrivals
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 GOOD_PROMPT = "def add(a, b):\n"
@@ -32,23 +26,3 @@ def good_tokens(llm: LLM) -> list[int]:
     tokens = llm.generate(GOOD_PROMPT, GREEDY)[0].outputs[0].token_ids
     assert_idle(llm)
     return list(tokens)
-
-
-class Uncaptured(GraphPool):
-    """Issues in place of each replay what the graph would hold, padded alike."""
-
-    def capture_first(self, issue: Issue, rehearse: Callable[[GraphKey], object], *_: object, **__: object) -> None:
-        for keys in (self._mixed, self._decode):
-            rehearse(keys[0])  # once: it has no effect
-        self._issue, self.replayed = issue, set[tuple[bool, bool]]()
-
-    def missing_keys(self) -> list[GraphKey]:
-        return []
-
-    def has(self, key: GraphKey, issue: Issue) -> bool:
-        return key is not EAGER
-
-    def replay(self, key: GraphKey, arrivals: Arrivals = NO_ARRIVALS) -> torch.Tensor:
-        arrivals.before_all()
-        self.replayed.add((key.is_decode, key.gives_logits))
-        return self._issue(key)

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from engine_checks import Uncaptured, assert_idle
+from eager_graphs import EagerGraphs
+from engine_checks import assert_idle
 from insides import runner_of
 from octavo import LLM, SamplingParams
 from octavo.attention.flex.backend import FlexBackend
-from octavo.device.graphs import GraphPool, decode_keys, mixed_keys
+from octavo.device.graphs import decode_keys, mixed_keys
 from user_mods import EXTRA, FIVE, per_layer
 
 HERE = Path(__file__).resolve().parent
@@ -124,16 +125,17 @@ def test_K4_7_flex_has_the_same_bits_in_steps_padded_as_for_graphs(
         monkeypatch.setattr(FlexBackend, "sizes", lambda *args: dataclasses.replace(sizes(*args), prefill_lines=64))
     prompts = [(prompt * 9)[: 20 + 37 * index % 211] for index, prompt in enumerate(held_out_prompts[:7])]
     results = []
-    for pool in (GraphPool(), Uncaptured([*decode_keys(8, (60,)), *mixed_keys(8, 64, 60, bounded=True)])):
+    keys = [*decode_keys(8, (60,)), *mixed_keys(8, 64, 60, bounded=True)]
+    for padded in (False, True):
         llm = make_llm(**LIMITS, attention_backend="flex")
-        runner = runner_of(llm.engine)
-        runner._graphs = pool
-        if isinstance(pool, Uncaptured):
+        if padded:
+            runner = runner_of(llm.engine)
+            pool = runner._graphs = EagerGraphs(runner, keys)
             runner.capture()
         results.append(logprobs(llm, prompts, None, 4))
         assert_idle(llm)
     assert results[0] == results[1] if tiles == 1 else near(*results)
-    assert {is_decode for is_decode, _ in pool.replayed} == {True, False}
+    assert {key.is_decode for key in pool.replayed} == {True, False}
 
 
 def test_fields_part_the_prefix_cache_of_a_running_engine(make_llm: Callable[..., LLM]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_checks import Uncaptured
+from eager_graphs import EagerGraphs
 from insides import runner_of
 from octavo import LLM, SamplingParams
 from octavo.attention.paged import PagedBackend
@@ -107,11 +107,11 @@ def test_padded_as_for_graphs(held_out_prompts: list[str], alone: list[list[int]
     """Decode steps whole, and steps with prompts up to their hidden states, as a GPU holds both in graphs."""
     with LLM(MODEL, dtype="float32", enable_prefix_caching=False, max_num_seqs=5, max_num_batched_tokens=40) as llm:
         runner = runner_of(llm.engine)
-        pool = runner._graphs = Uncaptured([*decode_keys(5), *mixed_keys(5, 40)])
+        pool = runner._graphs = EagerGraphs(runner, [*decode_keys(5), *mixed_keys(5, 40)])
         runner.capture()
         outputs = llm.generate(held_out_prompts[:9], GREEDY, use_tqdm=False)
         assert [list(output.outputs[0].token_ids) for output in outputs] == alone[:9]
-        assert {(True, True), (False, True)} <= pool.replayed
+        assert {(True, True), (False, True)} <= pool.replayed_kinds
         resolved = dataclasses.replace(llm.engine.resolved, device="cuda")
         limits = StepLimits(max_num_rows=5, max_num_tokens=40, max_model_len=2048)
         keys = _graph_keys(runner.model, resolved, limits, [PagedBackend.capability])

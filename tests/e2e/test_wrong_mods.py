@@ -214,6 +214,46 @@ def test_a_mod_that_fails_for_everybody_leaves_the_engine(make_llm: Callable[...
     assert llm.generate([[5] * 9], params)[0].outputs == before
 
 
+class Event:
+    """In place of a GPU's, of work that runs until somebody waits."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def record(self) -> None:
+        self.told.append("record")
+
+    def synchronize(self) -> None:
+        self.told.append("synchronize")
+
+    def query(self) -> bool:
+        return self.told[-1:] != ["record"]
+
+
+def test_a_step_in_which_all_fail_is_over_when_what_was_tried_is(make_llm: Callable[..., LLM]) -> None:
+    """Its blocks are given to others then, who may write to them beside the steps."""
+    from insides import runner_of  # a server reads this file as well
+
+    llm = make_llm(**LIMITS, attention_mods=FAILING, async_scheduling=False)
+    runner = runner_of(llm.engine)
+    runner._events, seen, issue = [Event(), Event()], [], runner._issue_sound
+
+    def issue_sound(*args: Any) -> Any:
+        for event in runner._events:
+            event.told.clear()
+        pending = issue(*args)
+        seen.append(runner.computes())
+        result = pending.result()
+        seen.append(runner.computes())
+        assert result.failed
+        return pending
+
+    runner._issue_sound = issue_sound
+    wrong = SamplingParams(max_tokens=2, temperature=0, extra_args={"kinds": [3]})
+    assert llm.generate([[7] * 30], wrong)[0].outputs[0].finish_reason == "error"
+    assert seen == [True, False]
+
+
 def test_over_http_the_request_gets_an_error_and_the_engine_stays() -> None:
     from server_rig import RunningServer
 

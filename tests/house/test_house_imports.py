@@ -40,7 +40,7 @@ DEVICE_SIDE = {
 # "words" stands for WORDS; "attention.base" allows that module and not the backends.
 TABLE: dict[str, tuple[set[str], set[str]]] = {
     **{word: ({"words"}, {"numpy", "msgspec"}) for word in WORDS},
-    "config": ({"words"}, {"yaml"}),
+    "config": ({"words"}, {"yaml", "msgspec"}),
     "observe": (set(), {"rich"}),
     "cache.specs": ({"words", "attention.mods"}, set()),  # a spec holds a user's mods, which load no torch
     # the scheduler's halves, and the messages to the worker's: no torch
@@ -61,7 +61,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "sched": ({"words", "kv_connector"}, {"numpy", "msgspec"}),
     "cache": ({"words"}, {"torch", "numpy"}),
-    "ops": (set(), {"torch", "triton", "numpy"}),
+    "ops": (set(), {"torch", "triton", "numpy", "msgspec"}),
     # the seam between engine and layers that keep states, as attention.base is of those that attend
     "states": ({"words", "cache", "ops"}, {"torch"}),
     "attention": ({"words", "cache", "ops", "states"}, {"torch", "numpy", "matplotlib"}),
@@ -69,16 +69,19 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "layers": ({"attention.base", "states.base", "ops", "words"}, {"torch"}),
     "models": ({"layers", "attention.base", "ops", "words"}, {"torch", "numpy"}),
     "checkpoint.hub": ({"words"}, {"huggingface_hub"}),
-    "checkpoint": ({"models", "layers", "attention.base", "ops", "words"}, {"torch", "numpy", "safetensors", "xxhash"}),
-    "device": ({"attention.base", "cache", "ops", "words"}, {"torch", "numpy"}),
+    "checkpoint": (
+        {"models", "layers", "attention.base", "ops", "words"},
+        {"torch", "numpy", "safetensors", "xxhash", "msgspec"},
+    ),
+    "device": ({"attention.base", "cache", "ops", "words"}, {"torch", "numpy", "msgspec"}),
     "model_state": ({"device", "attention.base", "cache", "states", "words"}, {"torch", "numpy"}),
     # drafters are models of their own, beside the target; the root and its table load no torch
     "speculate": (
         {"attention.base", "cache", "checkpoint", "device", "layers", "models", "ops", "words"},
-        {"torch", "numpy"},
+        {"torch", "numpy", "msgspec"},
     ),
     "grammar": ({"words"}, {"llguidance", "msgspec", "numpy"}),
-    "sampling": ({"device", "grammar", "ops", "words"}, {"torch", "numpy"}),
+    "sampling": ({"device", "grammar", "ops", "words"}, {"torch", "numpy", "msgspec"}),
     # a trainer's side: the engine's operators, layers and families, and nothing that runs requests
     "rl": (
         {"attention", "cache", "layers", "models", "ops", "states", "words", "rl.sender", "rl.current_weights"}
@@ -106,7 +109,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "rl.sender": ({"rl.session", "rl.plan", "rl.transport", "ops.copying"}, {"torch", "safetensors"}),
     "rl.transport": ({"rl.session", "rl.plan", "checkpoint", "ops.captures"}, {"torch"}),
     "worker.executor": ({"words"}, {"msgspec"}),  # all that an engine's loop knows of workers, and without torch
-    "worker.facts": ({"words", "cache"}, set()),
+    "worker.facts": ({"words", "cache"}, {"msgspec"}),
     "worker": (
         {"words", "speculate", "grammar", "startup.cuda_init", "startup.fresh_pages", "startup.frontend"}
         | {"startup.probe"}
@@ -117,11 +120,11 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     ),
     "text": ({"words"}, {"tokenizers", "jinja2", "msgspec", "numpy", "sentencepiece"}),
     "startup.probe": ({"words", "ops"}, {"torch"}),
-    "startup.frontend": ({"words", "text", "grammar", "checkpoint.hub"}, set()),
+    "startup.frontend": ({"words", "text", "grammar", "checkpoint.hub"}, {"msgspec"}),
     "startup.cuda_init": (set(), set()),
     "startup.fresh_pages": (set(), set()),
     "startup.warm_start": (
-        {"words", "speculate", "startup.cuda_init", "startup.fresh_pages", "startup.build"},
+        {"words", "speculate", "startup.cuda_init", "startup.fresh_pages", "startup.build", "worker.device"},
         set(),
     ),
     "startup.cache": ({"words", "cache", "worker.facts"}, {"msgspec"}),
@@ -135,11 +138,12 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "sched",
             "kv_connector",
             "speculate",
+            "worker.device",
             "worker.executor",
             "worker.facts",
             "worker.worker",
         },
-        set(),
+        {"msgspec"},
     ),
     "engine": ({"words", "sched", "worker.executor", "rl.session"}, {"msgspec"}),
     # What stands between users and a core, for LLM and the server alike. The messages to a core and the protocol of

@@ -93,6 +93,7 @@ def check_oracle(device: str) -> None:
     answers = torch.randint(0, 90, (37, 48), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
     for number, row in enumerate((7, 0, 4)):
         answers[30 + number, :16] = expected.table.token_ids[row, :16]
+    assert {int(total) > 20 for total in expected.table.total_len[:-1]} == {False, True}, "rows that have just begun"
     bar = int(0.6 * oracle._PARTS)
     places = torch.arange(4)
     for own in (expected,):

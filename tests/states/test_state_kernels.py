@@ -135,11 +135,14 @@ def _spilled_bytes(ptx: str, folder: Path) -> int:
     return sum(map(int, re.findall(r"(\d+) bytes spill", told.stderr)))
 
 
+@pytest.mark.parametrize("num_tiles", [1, 2])
 @pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 64, 65, 100, 256, 300, 512])
-def test_programs_that_decode_mamba2_fill_the_processors(num_rows: int) -> None:
-    programs, room = gpu.programs_of(128, num_rows), mamba2_decode_gpu._ROOM
+def test_programs_that_decode_mamba2_fill_the_processors(num_rows: int, num_tiles: int) -> None:
+    """Each tile of a head's channels has such programs: as many heads of half as many tiles are shared alike."""
+    num_heads = 128 // num_tiles
+    programs, room = gpu.programs_of(num_heads, num_rows, num_tiles), mamba2_decode_gpu._ROOM
     if num_rows < 16:
-        assert programs == 128, "each head has one"
+        assert programs == num_heads, "each head has one"
         return
-    waves = -(-num_rows * programs // room)
-    assert waves * -(-128 // programs) <= 1.2 * num_rows * 128 / room
+    waves = -(-num_rows * num_tiles * programs // room)
+    assert waves * -(-num_heads // programs) <= 1.2 * num_rows * 128 / room

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from octavo.request.thinking import ClosingMark
 from octavo.startup import build, frontend
 from octavo.startup.cache import plan_cache
 from octavo.startup.frontend import find_and_read
+from octavo.worker.device import Opening
 from octavo.worker.worker import Worker
 from plan_wire import decode, encode
 
@@ -123,7 +123,7 @@ class _Recorder(Worker):
         return super().__getattribute__(name)
 
     def load(self, *args: Any) -> Any:
-        return dataclasses.replace(super().load(*args), compiles_ahead=True)
+        return msgspec.structs.replace(super().load(*args), compiles_ahead=True)
 
     def compile(self) -> None:
         pass
@@ -133,7 +133,7 @@ def test_a_start_tells_its_workers_in_order(monkeypatch: pytest.MonkeyPatch) -> 
     _Recorder.told.clear()
     monkeypatch.setattr(build, "Worker", _Recorder)
     phases = Phases()
-    core, facts, text = build.build_core(CONFIG, phases)
+    core, facts, text = build.build_core(CONFIG, phases, Opening(CONFIG))
     assert _Recorder.told == ["begin", "open", "load", "buffer_bytes", "allocate", "compile"]
     names = [name for name, _, _ in phases.entries if name != "start Python"]
     assert names == [
@@ -155,7 +155,7 @@ def test_blocks_whose_books_do_not_fit_are_refused_with_the_setting(monkeypatch:
 
     monkeypatch.setattr(build, "KVManager", fail)
     with pytest.raises(ConfigError, match=r"num_gpu_blocks_override=40: the books of 40 blocks do not fit.*; lower it"):
-        build.build_core(CONFIG, Phases())
+        build.build_core(CONFIG, Phases(), Opening(CONFIG))
 
 
 FORMS = [

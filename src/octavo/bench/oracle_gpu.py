@@ -25,20 +25,10 @@ def _mixed(x):
     return x ^ (x >> 16)
 
 
-@launched(triton.jit(do_not_specialize=["num_drafts", "bar", "num_answers", "length"]))
-def _foretell(
-    rows, sample_of, lengths, token_ids, total_len, answers, width, num_answers, length, num_drafts, bar, parts,
-    vocab_size, KNOWN_BY: tl.constexpr, ANSWERS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Program (entry): finds the row's answer by its first tokens, and writes what comes next in it.
-
-    All but where the row ends is there before, see `octavo.ops.compile.launch`: its answer is found meanwhile.
-    """
-    entry = tl.program_id(0)
-    row = tl.load(rows + entry)
-    live = (tl.load(sample_of + entry) >= 0) & (tl.load(lengths + entry) > 0)
-    place, known = tl.arange(0, MOST), tl.arange(0, KNOWN_BY)
-    own = token_ids + row * width
+@triton.jit
+def _answer_of(own, width, answers, num_answers, length, KNOWN_BY: tl.constexpr, ANSWERS: tl.constexpr):
+    """Which answer begins as a row does: the first such one."""
+    known = tl.arange(0, KNOWN_BY)
     begin = tl.load(own + known, mask=known < width, other=0)
     answer = num_answers
     for base in range(0, num_answers, ANSWERS):
@@ -48,9 +38,30 @@ def _foretell(
         differing = tl.sum((theirs != begin[None, :]).to(tl.int32), 1)
         same = (differing == 0) & (number < num_answers)
         answer = tl.minimum(answer, tl.min(tl.where(same, number, num_answers), 0))
-    answer = tl.where(answer < num_answers, answer, 0).to(tl.int64)
+    return answer
+
+
+@launched(triton.jit(do_not_specialize=["num_drafts", "bar", "num_answers", "length"]))
+def _foretell(
+    rows, sample_of, lengths, token_ids, total_len, answers, width, num_answers, length, num_drafts, bar, parts,
+    vocab_size, KNOWN_BY: tl.constexpr, ANSWERS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (entry): finds the row's answer by its first tokens, and writes what comes next in it.
+
+    Where a row ends is known behind the kernel before, and so is what that one wrote of a row that has just begun. Of
+    all others the first tokens are there, see `octavo.ops.compile.launch`: their answers are found meanwhile.
+    """
+    entry = tl.program_id(0)
+    row = tl.load(rows + entry)
+    live = (tl.load(sample_of + entry) >= 0) & (tl.load(lengths + entry) > 0)
+    place = tl.arange(0, MOST)
+    own = token_ids + row * width
+    answer = _answer_of(own, width, answers, num_answers, length, KNOWN_BY, ANSWERS)
     begin_after(PDL)
     total = tl.load(total_len + row)
+    if total <= KNOWN_BY + num_drafts:  # a step writes at most so many, and one more
+        answer = _answer_of(own, width, answers, num_answers, length, KNOWN_BY, ANSWERS)
+    answer = tl.where(answer < num_answers, answer, 0).to(tl.int64)
     at = tl.minimum(total + place, length - 1).to(tl.int64)
     right = tl.load(answers + answer * length + at)
     lot = _mixed(at * 40503 + answer * 48271 + 12345) & (parts - 1)

@@ -14,8 +14,6 @@ import torch
 from torch import nn
 
 from octavo.checkpoint.safetensors import DTYPES, Checkpoint
-from octavo.layers.attention import Attention
-from octavo.layers.latent_attention import LatentAttention
 
 # Scales of queries and of probabilities belong to kernels that compute in float8; ours do not.
 _NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[qkv]_proj\.)?(k|v|q|prob)_scale")
@@ -33,9 +31,15 @@ def give_stored_scales(model: nn.Module, checkpoint: Checkpoint, device: torch.d
     Raises ValueError for a shape that does not fit, for a scale that is not a positive number, and for one of K without
     one of V or the other way round.
     """
+    scales_of = scale_names(checkpoint.entries)
+    if not scales_of:
+        return
+    from octavo.layers.attention import Attention
+    from octavo.layers.latent_attention import LatentAttention
+
     layers = {layer.index: layer for layer in model.modules() if isinstance(layer, Attention | LatentAttention)}
     found: dict[int, dict[str, torch.Tensor]] = {}
-    for name, (index, kind) in scale_names(checkpoint.entries).items():
+    for name, (index, kind) in scales_of.items():
         if index in layers and kind in ("k", "v"):
             found.setdefault(index, {})[kind] = _read(checkpoint, name, layers[index].spec.num_kv_heads)
     for index, scales in found.items():

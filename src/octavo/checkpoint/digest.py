@@ -10,7 +10,6 @@ import hashlib
 from pathlib import Path
 
 import torch
-import xxhash
 
 
 class WeightsDigest:
@@ -22,6 +21,8 @@ class WeightsDigest:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take in a contiguous CPU tensor under its name."""
+        import xxhash  # here and below: most loads are not digested
+
         bits = xxhash.xxh3_128_digest(tensor.view(-1).view(torch.uint8).numpy().data)
         self._tensors[name] = f"\0{tensor.dtype}\0{list(tensor.shape)}\0".encode() + bits
 
@@ -33,6 +34,8 @@ class WeightsDigest:
 
 def files_digest(folder: Path) -> str:
     """Of config.json and the weights' files in a folder, byte for byte: 32 hexadecimal digits."""
+    import xxhash
+
     found = hashlib.blake2b(digest_size=16)
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
         if path.exists():

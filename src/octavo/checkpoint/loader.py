@@ -8,7 +8,6 @@ before data is read.
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import logging
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import torch
 from torch import nn
 
@@ -39,8 +39,7 @@ DUMMY_STD = 0.02
 _DUMMY_BLOCK = (1 << 22) - 3  # elements; odd, so that rows of a tiled weight differ
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True):
     """Where one tensor of a checkpoint goes: rows start .. start + shape[0] of a parameter."""
 
     parameter: str

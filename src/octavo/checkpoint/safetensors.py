@@ -8,7 +8,6 @@ file, of the size that its shape and dtype say.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -18,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from octavo.checkpoint.config_reader.fields import read_json
@@ -40,8 +40,7 @@ _ITEM_SIZES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """One tensor of a checkpoint."""
 
     shard: int  # number of its file
@@ -114,7 +113,9 @@ class Checkpoint:
                 piece = rest.replace("*", layer, 1).replace("*", str(index // len(own)), 1)
                 if piece in self.entries or piece in entries:
                     raise ValueError(f"{self._paths[entry.shard]}: tensor {piece!r} is there under two names")
-                entries[piece] = dataclasses.replace(entry, shape=shape, start=entry.start + index * size, size=size)
+                entries[piece] = msgspec.structs.replace(
+                    entry, shape=shape, start=entry.start + index * size, size=size
+                )
         self.entries = entries
 
     def path(self, name: str) -> Path:

@@ -6,11 +6,12 @@ read is a setting's value, nothing, or a ConfigError with the reason.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
+
+import msgspec
 
 from octavo.config.settings import ConfigError
 
@@ -19,8 +20,7 @@ _OFF = ("", "none", "null", "false", "{}", "[]")  # values that ask for nothing
 Translation = Callable[[str, Any], dict[str, Any]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
+class Option(msgspec.Struct, frozen=True, kw_only=True):
     """What one option means. Exactly one of `becomes` and `reason` is given."""
 
     becomes: Translation | None = None  # the settings that it means

@@ -8,10 +8,11 @@ that asks for what there is not is refused with the reason. Nothing is dropped i
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Collection, Mapping
 from typing import Any
+
+import msgspec
 
 from octavo.config.kv_transfer import FIELD as TRANSFER
 from octavo.config.kv_transfer import offloading
@@ -415,5 +416,5 @@ OPTIONS: Mapping[str, Option] = {
     **_SCHEDULER,
     **_COMPILE,
     **_EXTRAS,
-    **{name: dataclasses.replace(option, server=True) for name, option in _SERVER.items()},
+    **{name: msgspec.structs.replace(option, server=True) for name, option in _SERVER.items()},
 }

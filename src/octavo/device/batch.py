@@ -8,9 +8,9 @@ host maxima are bounds on what the device holds; padding names the null row, the
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -22,8 +22,7 @@ from octavo.ops.inputs.tensors import GroupTables, LogitTokens, StepInputs
 from octavo.plan import NO_INTS, IntArray, StepLimits, StepPlan
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StepShape:
+class StepShape(msgspec.Struct, frozen=True, kw_only=True):
     """What a step computes, as the host knows it. R rows with T tokens in all, of which S rows sample."""
 
     rows: IntArray  # [R] int64, row of each batch entry
@@ -36,7 +35,7 @@ class StepShape:
     is_decode: bool  # every row computes the one token that was sampled last
     verifies: bool = False  # every row computes that and drafts, some row has any
     # [R], how many of its last queries are drafts; empty: no row has any
-    num_drafts: IntArray = dataclasses.field(default_factory=lambda: NO_INTS)
+    num_drafts: IntArray = NO_INTS
 
     @property
     def num_rows(self) -> int:
@@ -77,7 +76,7 @@ class StepShape:
         """The same of a step with drafts, less these."""
         num_tokens = self.num_tokens - self.num_drafts
         order = num_tokens.argsort(kind="stable")
-        undrafted = dataclasses.replace(
+        undrafted = msgspec.structs.replace(
             self,
             rows=self.rows[order],
             num_tokens=num_tokens[order],
@@ -94,7 +93,7 @@ class StepShape:
         num_drafts = self.num_drafts[places] if self.has_drafts else NO_INTS
         query_start = np.zeros(len(places) + 1, np.int32)
         num_tokens.cumsum(out=query_start[1:])
-        return dataclasses.replace(
+        return msgspec.structs.replace(
             self,
             rows=self.rows[places],
             num_tokens=num_tokens,
@@ -108,8 +107,7 @@ class StepShape:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Batch(StepInputs):
+class Batch(StepInputs, frozen=True, kw_only=True):
     """One step on the device: views of R rows and T tokens, padding included."""
 
     max_seq_len: int  # host upper bound

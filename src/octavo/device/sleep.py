@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from octavo.cache.plan import show_bytes
 from octavo.config.engine_config import Resolved
 from octavo.config.settings import ConfigError
-from octavo.device.cuda_pages import CudaPages
-from octavo.device.virtual_memory import Pages, VirtualMemory
-from octavo.ops.compile.driver import DriverError
 from octavo.ops.native.memory import drop_pages
 from octavo.ops.placement import Allocate
+
+if TYPE_CHECKING:
+    from octavo.device.virtual_memory import Pages, VirtualMemory
 
 _LOG = logging.getLogger(__name__)
 WEIGHTS, CACHE = "weights", "kv_cache"
@@ -119,6 +119,8 @@ class MovingMemory:
 
     def allocator(self, tag: str, *, always_kept: bool = False) -> Allocate | None:
         """See WorkerMemory."""
+        from octavo.device.virtual_memory import VirtualMemory
+
         return self._parts.setdefault((tag, always_kept), VirtualMemory(self._pages)).empty
 
     def going(self, keeps: Keeps) -> list[str]:
@@ -176,6 +178,9 @@ def make_memory(resolved: Resolved, tensors: Callable[[str], list[torch.Tensor]]
         return HostMemory(tensors)
     if not resolved.enable_sleep_mode:
         return LastingMemory()
+    from octavo.device.cuda_pages import CudaPages
+    from octavo.ops.compile.driver import DriverError
+
     try:
         return MovingMemory(CudaPages(torch.device(resolved.device)))
     except DriverError as error:

@@ -15,11 +15,10 @@ from octavo.cache.groups import CacheGroup
 from octavo.cache.policies import lost_prefixes
 from octavo.config.kv_transfer import KVTransferConfig, refuse
 from octavo.config.settings import did_you_mean
-from octavo.kv_connector import NO_CONNECTOR, Connector
-from octavo.kv_connector.guard import RAISED, Guarded, describe, made
-from octavo.kv_connector.orders import EngineSide
+from octavo.kv_connector import Connector
 
 if TYPE_CHECKING:
+    from octavo.kv_connector.orders import EngineSide
     from octavo.kv_connector.worker import WorkerConnector
     from octavo.kv_connector.worker.cache_bytes import CacheBytes
 
@@ -60,13 +59,11 @@ class _NoKind:
 
     def scheduler_half(self, engine: EngineSide) -> Connector:
         """See Kind."""
-        return NO_CONNECTOR
+        raise AssertionError("there is nothing to connect")
 
     def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
         """See Kind."""
-        from octavo.kv_connector.worker import NO_WORKER_CONNECTOR
-
-        return NO_WORKER_CONNECTOR
+        raise AssertionError("there is nothing to connect")
 
 
 TABLE = {
@@ -101,6 +98,8 @@ def make_kind(transfer: KVTransferConfig) -> Kind:
     name = transfer.kv_connector
     if not name:
         return _NoKind(transfer)
+    from octavo.kv_connector.guard import RAISED, describe, made
+
     brings_own = ALIASES.get(name) == "lmcache" and transfer.module_path.startswith("lmcache.")  # LMCache's, for vLLM
     if transfer.module_path and not brings_own:
         module, attribute = transfer.module_path, name
@@ -134,11 +133,17 @@ def make_kind(transfer: KVTransferConfig) -> Kind:
 
 def secret_of(kind: Kind, transfer: KVTransferConfig) -> bytes:
     """See Kind. Raises ConfigError."""
+    if not transfer.kv_connector:
+        return b""
+    from octavo.kv_connector.guard import made
+
     return made(transfer.kv_connector, kind.secret)
 
 
 def scheduler_half(kind: Kind, engine: EngineSide) -> Connector:
     """See Kind. What one out of tree raises later stays with it. Raises ConfigError."""
+    from octavo.kv_connector.guard import Guarded, made
+
     name = engine.transfer.kv_connector
     if not _is_out_of_tree(kind):
         return kind.scheduler_half(engine)
@@ -150,6 +155,8 @@ def worker_half(kind: Kind, transfer: KVTransferConfig, cache: CacheBytes, ident
     """See Kind. Raises ConfigError."""
     if not _is_out_of_tree(kind):
         return kind.worker_half(cache, identity)
+    from octavo.kv_connector.guard import made
+
     return made(transfer.kv_connector, lambda: kind.worker_half(cache, identity))
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from octavo.layers.moe import MoeMlp
-
 
 class ExpertRecorder:
     """Of one model. Without layers, or tokens, it records nothing."""
@@ -22,8 +20,12 @@ class ExpertRecorder:
         self._chosen = torch.full(
             (num_layers, max_num_tokens if num_layers else 0, num_ranks), -1, dtype=torch.int16, device=device
         )
+        if not num_layers:
+            return
+        from octavo.layers.moe import MoeMlp
+
         for path, layer in model.named_modules():
-            if num_layers and isinstance(layer, MoeMlp):
+            if isinstance(layer, MoeMlp):
                 number = next(int(part) for part in path.split(".") if part.isdigit())
                 layer.record = self._chosen[number]
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from octavo.layers.attention import Attention
 from octavo.layers.chain import Line
 from octavo.layers.linear import Linear
-from octavo.layers.mixers.delta_net import GatedDeltaNet
-from octavo.layers.mixers.gated_attention import GatedAttention
 from octavo.layers.mlp import Mlp
 from octavo.layers.norm import RMSNorm
 from octavo.ops.decoder import DecoderLayerOperands, DeltaLayerOperands, PostOperands
 from octavo.states.base import LayerStates, NativeNets
+
+if TYPE_CHECKING:  # where a model has such layers they are loaded
+    from octavo.layers.mixers.delta_net import GatedDeltaNet
+    from octavo.layers.mixers.gated_attention import GatedAttention
 
 _BEGINNING = ("norm", "linear", "rope_store", "attend")
 _ENDS = (
@@ -106,41 +109,38 @@ class Mixer:
     """A norm and a gated delta net, or gated attention, that operators know."""
 
     input_norm: RMSNorm
-    net: GatedDeltaNet | GatedAttention
-
-    @property
-    def attention(self) -> GatedAttention | None:
-        """Where it attends."""
-        return self.net if isinstance(self.net, GatedAttention) else None
+    net: GatedDeltaNet | None
+    attention: GatedAttention | None  # one of the two
 
     def operands(self, tail: PostOperands, states: LayerStates) -> DecoderLayerOperands | DeltaLayerOperands:
         """The finalized weights of the whole layer, which ends with `tail`. states: of one engine's layer."""
-        net, norm = self.net, self.input_norm.weight
+        net, attention, norm = self.net, self.attention, self.input_norm.weight
         behind = {field.name: getattr(tail, field.name) for field in dataclasses.fields(tail)}
-        if isinstance(net, GatedDeltaNet):
+        if net is not None:
             backend = states.backend
             address = backend.net_address(states, net.operands) if isinstance(backend, NativeNets) else 0
             return DeltaLayerOperands(**behind, input_norm=norm, mix=net.forward, net=address)
-        spec = net.spec
+        assert attention is not None, "a net or attention"
+        spec = attention.spec
         return DecoderLayerOperands(
             **behind,
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
             input_norm=norm,
-            qkv=net.qkv.packed,
+            qkv=attention.qkv.packed,
             keys_values=None,
-            qkv_bias=net.qkv.bias,
-            q_norm=net.q_norm,
-            k_norm=net.k_norm,
-            head_eps=net.norm_eps,
-            cos_sin=net.rotary.cos_sin,
+            qkv_bias=attention.qkv.bias,
+            q_norm=attention.q_norm,
+            k_norm=attention.k_norm,
+            head_eps=attention.norm_eps,
+            cos_sin=attention.rotary.cos_sin,
             scale=spec.scale,
             window=spec.window,
             soft_cap=spec.soft_cap,
-            mix=net.forward,
-            key_scale=net.tensors.key_scale,
-            value_scale=net.tensors.value_scale,
+            mix=attention.forward,
+            key_scale=attention.tensors.key_scale,
+            value_scale=attention.tensors.value_scale,
         )
 
 
@@ -148,13 +148,18 @@ def _mixer(lines: Sequence[Line], eps: float) -> Mixer | None:
     """Of lines ahead of an output product, whose layer's other norm has `eps`."""
     if tuple(line.kind for line in lines) != ("norm", "own"):
         return None
-    norm, net = (line.owner for line in lines)
-    if type(net) not in (GatedDeltaNet, GatedAttention) or "forward" in net.__dict__ or norm.eps != eps:
+    from octavo.layers.mixers.delta_net import GatedDeltaNet
+    from octavo.layers.mixers.gated_attention import GatedAttention
+
+    norm, own = (line.owner for line in lines)
+    net = own if type(own) is GatedDeltaNet else None
+    attention = own if type(own) is GatedAttention else None
+    if (net is None and attention is None) or "forward" in own.__dict__ or norm.eps != eps:
         return None
-    product = net.project if isinstance(net, GatedDeltaNet) else net.qkv
+    product = own.project if attention is None else own.qkv
     is_plain = product.called_as == "linear" and product.out_dtype is None
-    is_known = product.bias is None or isinstance(net, GatedAttention)
-    return Mixer(input_norm=norm, net=net) if is_plain and is_known else None
+    is_known = product.bias is None or attention is not None
+    return Mixer(input_norm=norm, net=net, attention=attention) if is_plain and is_known else None
 
 
 def tail_form(lines: Sequence[Line]) -> Tail | None:

@@ -24,7 +24,7 @@ from octavo.device.batch import Batch
 from octavo.device.field_tables import FieldTables
 from octavo.plan import NewRow
 from octavo.states.base import NO_STATES, LayerStates, StateInputs, StateStep, layer_states
-from octavo.states.choice import state_backend
+from octavo.states.choice import backend_of
 
 
 def layer_contexts(
@@ -60,7 +60,7 @@ class DefaultModelState:
         """
         self._tables, self._fields = [TableContext(backend) for backend in backends], fields
         self._step = StateStep()
-        states = layer_states(specs, pool, block_tables, self._step, state_backend(pool.buffer.device))
+        states = layer_states(specs, pool, block_tables, self._step, backend_of(pool))
         self._keeps_states = bool(states)
         self._layers = layer_contexts(specs, self._tables, pool, states)
         self._block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps[: len(backends)]]

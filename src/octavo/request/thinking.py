@@ -8,7 +8,6 @@ step in flight or a prefix hit changes nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from collections.abc import Iterable, Sequence
 
@@ -19,8 +18,7 @@ from numpy.typing import NDArray
 _MAX_TAIL = 256  # characters of a prompt's end that tell whether it ends within reasoning
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Marks:
+class Marks(msgspec.Struct, frozen=True):
     """The texts around a model's reasoning."""
 
     opening: str

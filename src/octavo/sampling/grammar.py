@@ -19,11 +19,11 @@ same token's place again in a later one. Where every row of a step would be held
 from __future__ import annotations
 
 import collections
-import dataclasses
 import threading
 import time
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -47,8 +47,7 @@ _NUM_PACES = 16  # steps of which the quickest tells how long a step takes
 _INF = float("inf")
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class _Row:
+class _Row(msgspec.Struct, eq=False):
     """A row that asks. `tokens` holds what it has said, on a GPU as far as the host knows."""
 
     matcher: Form
@@ -56,11 +55,10 @@ class _Row:
     tokens: list[int]
     lock: threading.Lock
     job: MaskJob | None = None  # the latest
-    drafts: list[int] = dataclasses.field(default_factory=list)  # on a GPU: behind what it has said
+    drafts: list[int] = []  # on a GPU: behind what it has said
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Drawn:
+class _Drawn(msgspec.Struct, frozen=True):
     """Tokens on their way to the host, and the rows that they continue."""
 
     rows: list[tuple[int, _Row]]
@@ -68,8 +66,7 @@ class _Drawn:
     event: torch.cuda.Event
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Current:
+class _Current(msgspec.Struct, frozen=True):
     """The rows of this step that ask, one entry per line of their logits."""
 
     selection: Selection

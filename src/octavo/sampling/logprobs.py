@@ -7,9 +7,9 @@ only how many of the likeliest tokens are computed, and each row is given exactl
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 
+import msgspec
 import numpy as np
 import torch
 
@@ -22,8 +22,7 @@ MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 _FEW = 256  # so many of the likeliest come from top_logprobs with the bits of token_logprobs; more are made by hand
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class LogprobGroup:
+class LogprobGroup(msgspec.Struct, frozen=True, kw_only=True):
     """What some logits rows of a batch want together."""
 
     at_np: IntArray  # [n] int64, their places among the S
@@ -34,8 +33,7 @@ class LogprobGroup:
     extra_ids: torch.Tensor  # [n, X] int64, padded with 0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class GroupLogprobs:
+class GroupLogprobs(msgspec.Struct, frozen=True):
     """A group's numbers. Columns: the sampled token, the `num_top` likeliest, the named ones."""
 
     group: LogprobGroup

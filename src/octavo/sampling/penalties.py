@@ -8,8 +8,7 @@ the position, so preemption, replay and drafts need no care; between calls the s
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import torch
 
 from octavo.device.staging import Queue, StagedTensor
@@ -19,8 +18,7 @@ from octavo.sampling.rows import RowSet, SampleBatch, Selection
 _NUM_SCRATCH_ROWS = 16  # logits rows at a time: bounds the scratch table at 16 * vocab_size * 4 bytes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
+class _Part(msgspec.Struct, frozen=True, kw_only=True):
     """Logits rows that are penalised together, n <= _NUM_SCRATCH_ROWS, and what stays the same between steps."""
 
     at: torch.Tensor  # [n] int64, places among the S

@@ -6,9 +6,9 @@ changes no bit.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
+import msgspec
 import torch
 
 from octavo.device.batch import StepShape
@@ -21,8 +21,7 @@ ROWS_AT_A_TIME = 256
 _ENTRIES = 1 << 20  # likeliest tokens of those rows together
 
 
-@dataclasses.dataclass(slots=True)
-class _Owed:
+class _Owed(msgspec.Struct):
     """What a row still owes."""
 
     next_position: int

@@ -8,8 +8,7 @@ the set of users change, so a steady decode step uploads nothing.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -19,8 +18,7 @@ from octavo.ops.copying import to_device
 IntArray = NDArray[np.integer]
 
 
-@dataclasses.dataclass(kw_only=True, slots=True)
-class SampleBatch:
+class SampleBatch(msgspec.Struct, kw_only=True):
     """The S logits rows of a step. A table row may own several of them: one per draft token, and one more."""
 
     rows: torch.Tensor  # [S] int64, the table row of each
@@ -30,16 +28,14 @@ class SampleBatch:
     has_drafts: bool = False  # whether a table row may own several logits rows
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(msgspec.Struct, frozen=True):
     """The logits rows of a batch that use a feature."""
 
     at_np: IntArray  # [n] int64, ascending
     at: torch.Tensor  # [n] int64, the same on the device
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Entries:
+class Entries(msgspec.Struct, frozen=True):
     """The list entries of a selection, end to end: E in all."""
 
     at: torch.Tensor  # [n] int64, as in Selection

@@ -9,9 +9,9 @@ NaN check and its cuts, and nothing else.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -50,15 +50,14 @@ class Feature(Protocol):
         """Change the logits ([S, V] float32, contiguous) of the rows that ask, in place, and no others."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SamplerOutput:
+class SamplerOutput(msgspec.Struct, frozen=True):
     """One step's choice for S logits rows."""
 
     tokens: torch.Tensor  # [S] int64, always within the vocabulary
     failed: torch.Tensor  # [S] uint8: 0, or why the token means nothing, an index into FAILURES
     logprobs: list[GroupLogprobs]  # empty where no row asked; see to_token_logprobs
-    supports: list[Supports] = dataclasses.field(default_factory=list)  # of rows that asked
-    held: IntArray = dataclasses.field(default_factory=lambda: NO_INTS)  # rows that draw the same place again, later
+    supports: list[Supports] = []  # of rows that asked
+    held: IntArray = NO_INTS  # rows that draw the same place again, later
 
 
 class Sampler:

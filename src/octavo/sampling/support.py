@@ -6,8 +6,7 @@ a support holds the token that was drawn; it is what the draw saw: what is left 
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,8 +19,7 @@ from octavo.sampling.rows import IntArray, RowSet, SampleBatch, Selection
 _SHIFTS = tuple(1 << bit for bit in range(8))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Supports:
+class Supports(msgspec.Struct, frozen=True):
     """Of some logits rows of a step."""
 
     at_np: IntArray  # [n] places among the S logits rows

@@ -8,8 +8,7 @@ on the row.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import torch
 
 from octavo.device.staging import Queue, StagedTensor
@@ -54,10 +53,10 @@ class Truncation:
     @property
     def ways(self) -> tuple[TruncationRows, TruncationRows]:
         """The tables for rows of one way to be cut, and of the other."""
-        few, many = (dataclasses.replace(self._cuts, few=few, many=not few) for few in (True, False))
+        few, many = (msgspec.structs.replace(self._cuts, few=few, many=not few) for few in (True, False))
         return few, many
 
     def select(self, rows_np: IntArray) -> TruncationRows | None:
         """The tables of all rows' cuts; None if none of these table rows has any."""
         few, many = self._few.has_any(rows_np), self._many.has_any(rows_np)
-        return dataclasses.replace(self._cuts, few=few, many=many) if few or many else None
+        return msgspec.structs.replace(self._cuts, few=few, many=many) if few or many else None

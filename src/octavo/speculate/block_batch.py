@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import torch
 
 from octavo.attention.base import ForwardContext
@@ -83,7 +84,7 @@ class BlockBatches:
             block_tables=[table[:rows] for table in self._batches.block_tables],
             logit_tokens=None,
         )
-        gather_inputs(batch, dataclasses.replace(step.table, num_computed=self._computed), self._groups)
+        gather_inputs(batch, msgspec.structs.replace(step.table, num_computed=self._computed), self._groups)
         position, own = batch.positions.view(rows, places), torch.where(live, last, limits.max_model_len)
         unwritten = (position < own[:, None]).view(-1)
         for slots in batch.slot_mapping:

@@ -6,6 +6,8 @@ without a speculator a step does nothing for it.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import torch
 
@@ -14,7 +16,9 @@ from octavo.device.batch import Batch
 from octavo.ops.inputs.tensors import RowTensors
 from octavo.plan import IntArray
 from octavo.speculate import NO_SPECULATOR, Speculator
-from octavo.speculate.step import DraftBatches, DraftStep
+
+if TYPE_CHECKING:
+    from octavo.speculate.step import DraftBatches
 
 
 class Drafter:
@@ -45,6 +49,8 @@ class Drafter:
 
         sample_of: [R] int32, padding included; seq_lens: host bounds of the rows before it. for_capture: a graph is.
         """
+        from octavo.speculate.step import DraftStep  # most engines never do this
+
         lengths = np.zeros(batch.num_rows, np.int64)
         lengths[: len(seq_lens)] = seq_lens
         self._speculator.propose(

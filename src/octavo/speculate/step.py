@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -144,11 +145,11 @@ class DraftBatches:
 
         What it stores of rejected drafts the next step's pass overwrites. `step.batch` has ids and positions.
         """
-        return self.prepare(dataclasses.replace(step.batch, logit_tokens=None), for_capture=step.for_capture)
+        return self.prepare(msgspec.structs.replace(step.batch, logit_tokens=None), for_capture=step.for_capture)
 
     def store(self, step: DraftStep) -> ForwardContext:
         """As `again`, for a pass that stores entries and does not attend."""
-        batch = dataclasses.replace(step.batch, logit_tokens=None)
+        batch = msgspec.structs.replace(step.batch, logit_tokens=None)
         return self.prepare(batch, for_capture=step.for_capture, attends=False)
 
     def last(self, step: DraftStep) -> ForwardContext:

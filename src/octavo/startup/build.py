@@ -11,7 +11,10 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
 
 from octavo.cache.groups import TableSpec
 from octavo.cache.plan import CachePlan, show_bytes
@@ -22,7 +25,6 @@ from octavo.config.settings import ConfigError
 from octavo.config.speculative import cheap_tokens
 from octavo.engine import EngineCore
 from octavo.kv_connector import NO_CONNECTOR, Connector
-from octavo.kv_connector.orders import EngineSide
 from octavo.kv_connector.table import Kind, brings, check_groups, make_kind, scheduler_half, secret_of
 from octavo.observe import Phases
 from octavo.request.fields import FieldSpec
@@ -35,13 +37,13 @@ from octavo.startup.cache import plan_cache
 from octavo.startup.frontend import FrontendParts, find_and_read, load_frontend
 from octavo.startup.identity import make_identity, read_secret, shared_facts
 from octavo.startup.memory_plan import sized_by
+from octavo.worker.device import Opening
 from octavo.worker.executor import Executor, InlineExecutor, ThreadExecutor
 from octavo.worker.facts import WorkerFacts, least
 from octavo.worker.worker import Worker
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class EngineFacts:
+class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine runs with, as plain data: for whoever stands before it, here or in another process."""
 
     resolved: Resolved
@@ -66,9 +68,14 @@ class Built(NamedTuple):
 
 
 def build_core(
-    config: EngineConfig, phases: Phases, *, text: bool = True, speculator: Speculator = NO_SPECULATOR
+    config: EngineConfig,
+    phases: Phases,
+    opening: Opening,
+    *,
+    text: bool = True,
+    speculator: Speculator = NO_SPECULATOR,
 ) -> Built:
-    """The core, its workers loaded; without `text` no tokenizer: prompts come as ids.
+    """The core, its workers loaded; without `text` no tokenizer: prompts come as ids. opening: of the device.
 
     Raises ValueError, in one line.
     """
@@ -76,14 +83,7 @@ def build_core(
     secret = read_secret(config) or secret_of(kind, transfer)
     worker = Worker(speculator)
     executor: Executor = InlineExecutor(worker)
-    opens = any(executor.call("begin", config))
-    with phases("find and read the model's config"):
-        folder, arch = find_and_read(config)
-    if opens:
-        with phases("import the kernels"):
-            executor.call("import_kernels")
-    with phases("open the device"):
-        resolved = resolve(config, arch, executor.call("open", arch)[0])
+    folder, arch, resolved = _begin(config, phases, opening, executor)
     with phases("load the tokenizer"):
         frontend = load_frontend(config, folder, arch, text=text)
     with phases("load the weights"):
@@ -125,6 +125,18 @@ def build_core(
         session_timeout=resolved.weight_transfer_config.get("session_timeout"),
     )
     return Built(core, engine_facts, frontend)
+
+
+def _begin(config: EngineConfig, phases: Phases, opening: Opening, executor: Executor) -> tuple[Path, Arch, Resolved]:
+    """The model's folder and facts, and the settings, with the device open. Raises ValueError."""
+    opens = any(executor.call("begin", config, opening))
+    with phases("find and read the model's config"):
+        folder, arch = find_and_read(config)
+    if opens:
+        with phases("import the kernels"):
+            executor.call("import_kernels")
+    with phases("open the device"):
+        return folder, arch, resolve(config, arch, executor.call("open", arch)[0])
 
 
 def _capture(resolved: Resolved, executor: Executor, phases: Phases) -> int:
@@ -175,7 +187,11 @@ def _connect(
     facts: Mapping[str, str],
     executor: Executor,
 ) -> Connector:
-    """Both halves of the connector. Raises ConfigError."""
+    """Both halves of the connector, if there is one. Raises ConfigError."""
+    if not transfer.kv_connector:
+        return NO_CONNECTOR
+    from octavo.kv_connector.orders import EngineSide
+
     digest = "" if identity is LOCAL else hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
     executor.call("connect", transfer, digest, facts)
     return scheduler_half(

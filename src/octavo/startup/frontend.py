@@ -6,10 +6,11 @@ another process (`serve`). Imports no torch. Invariant: both sides read the same
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+
+import msgspec
 
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.config_reader.checkpoint import read_arch
@@ -26,8 +27,7 @@ from octavo.text.tokenizer import Tokenizer, load_tokenizer
 _GRAMMARS: weakref.WeakValueDictionary[tuple[object, ...], Grammars] = weakref.WeakValueDictionary()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class FrontendParts:
+class FrontendParts(msgspec.Struct, frozen=True, kw_only=True):
     """What `octavo.frontend.frontend.Frontend` is made of beside a core."""
 
     folder: Path

@@ -1,7 +1,7 @@
 """The part of an engine's start that needs no torch, before and while that is imported.
 
-Owns the threads that open the GPU meanwhile, and how seldom garbage is looked for. Imports no torch itself. Invariant:
-a start depends on this for its time only.
+Owns the threads that open the GPU meanwhile, and how seldom garbage is looked for. Importing it imports no torch.
+Invariant: a start depends on this for its time only.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ def start(config: EngineConfig, phases: Phases, *, text: bool = True, speculator
         FRESH_PAGES.begin(bytes_of_weights(Path(config.model), config.quantization))  # of a model that is a folder
     with FRESH_PAGES, gc_control.relaxed(), _short_turns():
         with phases("import torch and the engine"), gc_control.loading():
+            from octavo.worker.device import Opening  # torch, and little else: the GPU opens while the rest comes
+
+            opening = Opening(config)
             from octavo.startup.build import build_core
-        return build_core(config, phases, text=text, speculator=speculator)
+        return build_core(config, phases, opening, text=text, speculator=speculator)
 
 
 def _has_opened() -> bool:

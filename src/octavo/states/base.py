@@ -12,15 +12,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
 from octavo.cache.pool import KVCachePool, PartsView
 from octavo.cache.specs import LayerSpec, StateSpec
 from octavo.ops import states as ops
-from octavo.ops.scan import ConvOperands, DeltaNetOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
 from octavo.ops.states import Store
+
+if TYPE_CHECKING:
+    from octavo.ops.scan import ConvOperands, DeltaNetOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

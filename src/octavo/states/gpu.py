@@ -111,7 +111,7 @@ class GpuStates:
         out, num_rows = xbc.new_empty(len(xbc), scan.num_heads * size), len(step.rows)
         wide, warps = _mamba2_tile(size, "decode", scan.state_size, xbc)
         tiles = -(-size // wide)
-        programs = programs_of(scan.num_heads, num_rows) * tiles
+        programs = programs_of(scan.num_heads, num_rows, tiles) * tiles
         one = programs == scan.num_heads * tiles
         stages, most = (_DECODE_STAGES, _DECODE_REGISTERS) if xbc.dtype is not torch.float32 else (1, None)
         mamba2_decode[programs, num_rows](

@@ -8,12 +8,13 @@ decoding all tokens at once. Each token costs constant time, amortised.
 from __future__ import annotations
 
 import codecs
-import dataclasses
 import functools
 import json
 import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 if TYPE_CHECKING:
     import tokenizers
@@ -24,8 +25,7 @@ _NUM_PRIMING = 4  # a character has at most 4 bytes, so no more tokens can hold 
 _MAX_PENDING = 8  # tokens after which a window that ends in U+FFFD is taken to mean it
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecoderKind:
+class DecoderKind(msgspec.Struct, frozen=True):
     """How a tokenizer.json's decoder makes text, as far as it is a concatenation of each token's bytes."""
 
     name: str  # "byte_level", "metaspace", "byte_fallback", or "other": ask the tokenizers library

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -31,16 +32,16 @@ from octavo.grammar.compiler import NO_GRAMMARS, Grammars
 from octavo.model_state.default import DefaultModelState
 from octavo.models.base import Model
 from octavo.ops.arrivals import NO_GATES, Gates, make_gates
+from octavo.ops.cache_write.quantize import LIMITS, cache_dtype
+from octavo.ops.inputs.tensors import RowTensors
 from octavo.ops.placement import Allocate
 from octavo.plan import StepLimits
 from octavo.sampling.sampler import Sampler
 from octavo.speculate import NO_SPECULATOR, Speculator
-from octavo.speculate.drafter import make_drafter
-from octavo.speculate.step import DraftBatches
+from octavo.speculate.drafter import Drafter, make_drafter
 from octavo.startup.memory_plan import graph_tokens
 from octavo.startup.probe import attention_names
 from octavo.worker.backends import make_backends
-from octavo.worker.calibration import cache_dtype, calibrate_kv_scales
 from octavo.worker.runner import Runner
 
 _LOG = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def make_runner(
     layer_specs = [*model.layer_specs, *speculator.layer_specs]
     device, limits = torch.device(resolved.device), plan.limits
     pool = _make_pool(resolved, plan, device, allocate)
-    calibrate_kv_scales(model, resolved, plan)
+    _give_scales(model, resolved, plan, pool)
     block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
     _LOG.info("attention backend %s: %s", attention_names(resolved), resolved.why.get("attention_backend", "chosen"))
     _LOG.info("cache layout %s, blocks of %d, kernel blocks of %s", plan.layout, plan.block_size, block_sizes)
@@ -101,11 +102,30 @@ def make_runner(
     state = DefaultModelState(layer_specs, backends, pool, fields, [table.data for table in tables.tables])
     keys = _graph_keys(model, resolved, limits, [backend.capability for backend in backends])
     graphs = GraphPool(keys, _gates(model, device) if brings and keys else NO_GATES)
-    prepare, own_tables = state.prepare_drafts, buffers.block_tables
-    batches = DraftBatches(tables, requests.tensors, own_tables, limits, prepare, sampler.tables)
-    drafter = make_drafter(speculator, batches, model.arch.hidden_size, getattr(torch, resolved.dtype))
+    own = tables, requests.tensors, buffers.block_tables, limits
+    drafter = _make_drafter(speculator, model, resolved, *own, state.prepare_drafts, sampler.tables)
     parts = model, state, pool, requests, tables, buffers, sampler, graphs
     return Runner(*parts, writes=queue, drafter=drafter, kept_experts=resolved.kept_experts)
+
+
+def _make_drafter(
+    speculator: Speculator, model: Model, resolved: Resolved, tables: BlockTables, rows: RowTensors, *own: Any
+) -> Drafter:
+    """own: what DraftBatches takes beside."""
+    if speculator is NO_SPECULATOR:
+        return Drafter(rows)
+    from octavo.speculate.step import DraftBatches
+
+    batches = DraftBatches(tables, rows, *own)
+    return make_drafter(speculator, batches, model.arch.hidden_size, getattr(torch, resolved.dtype))
+
+
+def _give_scales(model: Model, resolved: Resolved, plan: CachePlan, pool: KVCachePool) -> None:
+    """Of a quantized cache, before anything is stored in it."""
+    if pool.buffer.dtype in LIMITS:
+        from octavo.worker.calibration import calibrate_kv_scales
+
+        calibrate_kv_scales(model, resolved, plan)
 
 
 def _gates(model: Model, device: torch.device) -> Gates:
@@ -116,7 +136,7 @@ def _make_pool(resolved: Resolved, plan: CachePlan, device: torch.device, alloca
     return KVCachePool(
         plan.groups,
         num_blocks=plan.num_blocks,
-        dtype=cache_dtype(resolved),
+        dtype=cache_dtype(resolved.kv_cache_dtype),
         device=device,
         layout=LAYOUTS[plan.layout],
         tables=plan.tables,

@@ -26,21 +26,14 @@ from octavo.layers.attention import Attention
 from octavo.layers.latent_attention import LatentAttention
 from octavo.model_state.default import layer_contexts
 from octavo.models.base import Model
-from octavo.ops.cache_write.quantize import LIMITS
+from octavo.ops.cache_write.quantize import LIMITS, cache_dtype
 from octavo.plan import StepLimits
 from octavo.states.base import LayerStates, StateInputs, StateStep, layer_states
-from octavo.states.choice import state_backend
+from octavo.states.choice import backend_of
 
 _LOG = logging.getLogger(__name__)
 CALIBRATION_TOKENS = 64
 CALIBRATION_MARGIN = 1.5
-_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn}  # the others go by torch's names
-
-
-def cache_dtype(resolved: Resolved) -> torch.dtype:
-    """Of the cache's elements."""
-    found: torch.dtype = _CACHE_DTYPES.get(resolved.kv_cache_dtype) or getattr(torch, resolved.kv_cache_dtype)
-    return found
 
 
 def calibrate_kv_scales(model: Model, resolved: Resolved, plan: CachePlan) -> bool:
@@ -69,7 +62,7 @@ def calibrate_kv_scales(model: Model, resolved: Resolved, plan: CachePlan) -> bo
     if stored:
         _LOG.info("%d of %d layers have the checkpoint's own cache scales", len(stored), len(layers))
     views = _calibration_cache(model, resolved, plan) if len(stored) < len(layers) else {}
-    limit = LIMITS[cache_dtype(resolved)]
+    limit = LIMITS[cache_dtype(resolved.kv_cache_dtype)]
     for layer in layers:
         scales = layer.stored_scales
         if scales is None or layer not in stored:
@@ -178,4 +171,4 @@ def _states_of(model: Model, pool: KVCachePool, positions: torch.Tensor) -> Mapp
             positions=positions,
         )
     )
-    return layer_states(model.layer_specs, pool, nothing, step, state_backend(positions.device))
+    return layer_states(model.layer_specs, pool, nothing, step, backend_of(pool))

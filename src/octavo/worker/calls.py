@@ -8,16 +8,19 @@ ValueError and changes nothing.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from octavo.device.sleep import WorkerMemory
-from octavo.rl.receiver import WeightReceiver
 from octavo.worker.observe_logits import LogitsDigest
 from octavo.worker.runner import Runner
+
+if TYPE_CHECKING:
+    from octavo.rl.receiver import WeightReceiver
 
 # Names of a runner's methods -> what they are told as.
 _TIMED = {"_apply": "apply", "_bring": "stage"}
@@ -28,9 +31,11 @@ Span = tuple[str, int, int]
 class Calls:
     """A worker's answers."""
 
-    def __init__(self, runner: Runner, weights: WeightReceiver, memory: WorkerMemory) -> None:
-        """Nobody watches."""
-        self._runner, self.weights, self._memory = runner, weights, memory
+    def __init__(self, runner: Runner, receiver: Callable[[], WeightReceiver], memory: WorkerMemory) -> None:
+        """Nobody watches. receiver: of new weights, made when it is first told of some."""
+        self._runner, self._memory = runner, memory
+        self._make_receiver, self._making = receiver, threading.Lock()
+        self._receiver: WeightReceiver | None = None
         self._digest: LogitsDigest | None = None
         self._spans: list[Span] = []
 
@@ -40,8 +45,9 @@ class Calls:
         if handler is None:
             raise ValueError(f"unknown call {name!r} of a worker: known are {', '.join(sorted(_HANDLERS))}")
         request = msgspec.msgpack.decode(payload, type=handler.request)
-        own = self.weights if name.startswith("weights_") else self
-        return msgspec.msgpack.encode(handler.run(own, *([] if request is None else [request])))
+        own = self._weights() if name.startswith("weights_") else self
+        run: Callable[..., object] = getattr(own, handler.method)
+        return msgspec.msgpack.encode(run(*([] if request is None else [request])))
 
     def capture_next(self) -> bool:
         """Capture one of the graphs that the start has left; False if there is none. Takes 10 to 30 ms."""
@@ -83,6 +89,12 @@ class Calls:
         """Take the memory of these tags again; or why not, and then they sleep on."""
         return self._memory.wake(tags)
 
+    def _weights(self) -> WeightReceiver:
+        with self._making:  # what is asked beside the steps comes from several threads
+            if self._receiver is None:
+                self._receiver = self._make_receiver()
+            return self._receiver
+
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
         def run(*args: Any) -> Any:
@@ -95,31 +107,31 @@ class Calls:
 
 
 class _Handler(NamedTuple):
-    """What is done with a message of a type: a method of Calls, or of its WeightReceiver."""
+    """What is done with a message of a type: a method of Calls, or of a WeightReceiver, by its name."""
 
-    run: Callable[..., object]
+    method: str
     request: Any = None
 
 
 _HANDLERS = {
-    "capture_next": _Handler(Calls.capture_next),
-    "digest_logits": _Handler(Calls.digest_logits),
-    "take_digests": _Handler(Calls.take_digests),
-    "time_issue": _Handler(Calls.time_issue, bool),
-    "take_spans": _Handler(Calls.take_spans),
-    "check_sleep": _Handler(Calls.check_sleep, dict[str, bool]),
-    "sleep": _Handler(Calls.sleep, dict[str, bool]),
-    "wake": _Handler(Calls.wake, list[str]),
-    "weights_init": _Handler(WeightReceiver.init, tuple[int, dict[str, Any]]),
-    "weights_shutdown": _Handler(WeightReceiver.shutdown),
-    "weights_start": _Handler(WeightReceiver.start, bool),
-    "weights_expect": _Handler(WeightReceiver.expect, dict[str, Any]),
-    "weights_update": _Handler(WeightReceiver.update, tuple[int, dict[str, Any]]),
-    "weights_cut": _Handler(WeightReceiver.cut, tuple[int, str]),
-    "weights_peer_is_gone": _Handler(WeightReceiver.peer_is_gone),
-    "weights_prepare": _Handler(WeightReceiver.prepare),
-    "weights_apply": _Handler(WeightReceiver.apply, str),
-    "weights_abort": _Handler(WeightReceiver.abort),
-    "weights_checksums": _Handler(WeightReceiver.checksums),
-    "weights_values": _Handler(WeightReceiver.values, tuple[str, int]),
+    "capture_next": _Handler("capture_next"),
+    "digest_logits": _Handler("digest_logits"),
+    "take_digests": _Handler("take_digests"),
+    "time_issue": _Handler("time_issue", bool),
+    "take_spans": _Handler("take_spans"),
+    "check_sleep": _Handler("check_sleep", dict[str, bool]),
+    "sleep": _Handler("sleep", dict[str, bool]),
+    "wake": _Handler("wake", list[str]),
+    "weights_init": _Handler("init", tuple[int, dict[str, Any]]),
+    "weights_shutdown": _Handler("shutdown"),
+    "weights_start": _Handler("start", bool),
+    "weights_expect": _Handler("expect", dict[str, Any]),
+    "weights_update": _Handler("update", tuple[int, dict[str, Any]]),
+    "weights_cut": _Handler("cut", tuple[int, str]),
+    "weights_peer_is_gone": _Handler("peer_is_gone"),
+    "weights_prepare": _Handler("prepare"),
+    "weights_apply": _Handler("apply", str),
+    "weights_abort": _Handler("abort"),
+    "weights_checksums": _Handler("checksums"),
+    "weights_values": _Handler("values", tuple[str, int]),
 }

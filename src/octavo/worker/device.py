@@ -53,6 +53,7 @@ class Opening:
 
     def import_kernels(self) -> None:
         """Meanwhile."""
+        _read_quickly()
         with gc_control.loading():
             for name in (*_KERNELS, *(_PAGED_KERNELS if asked_backend(self._config) in ("auto", "paged") else ())):
                 importlib.import_module(f"octavo.ops.{name}")
@@ -68,6 +69,7 @@ def _open(cuda: str | None) -> None:
         return
     open_runtime(cuda)
     with contextlib.suppress(Exception), torch.device("cuda"):  # what fails here fails again where it is needed
+        _read_quickly()
         from octavo.ops.compile import launch  # need Triton
         from octavo.ops.gemm import gpu as matmul
 
@@ -75,6 +77,13 @@ def _open(cuda: str | None) -> None:
         matmul.open_library()
         torch.zeros(2, 2, dtype=torch.bfloat16).index_select(0, torch.zeros(1, dtype=torch.int64))
         rope_table(8, 4)
+
+
+def _read_quickly() -> None:
+    """Ahead of kernels, most of whose import is the search for where each ends."""
+    from octavo.ops.compile import kernel_sources
+
+    kernel_sources.read_quickly()
 
 
 class Operators:

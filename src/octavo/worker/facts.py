@@ -5,9 +5,10 @@ Owns BackendFacts and WorkerFacts: plain data, which may come from another proce
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from octavo.cache.kernel_blocks import KernelBlockSizes
 from octavo.cache.specs import LayerSpec
@@ -25,8 +26,7 @@ class BackendFacts(NamedTuple):
     wrong_device: str  # why it does not run on this device; empty: it does
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerFacts:
+class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A worker with a model, before it has a cache."""
 
     resolved: Resolved  # with what the model's layers and its mods decided
@@ -59,7 +59,7 @@ def backend_of_layers(resolved: Resolved, num_layers: int) -> list[str]:
 
 def least(facts: Sequence[WorkerFacts]) -> WorkerFacts:
     """One worker's facts that hold for all: the least free memory, the largest weights."""
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         facts[0],
         weight_bytes=max(own.weight_bytes for own in facts),
         free_bytes=min(own.free_bytes for own in facts),

@@ -7,10 +7,10 @@ after this one is issued, what `result` gives holds for good.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 
@@ -108,7 +108,7 @@ class PendingStep:
         self._prompt_logprobs = {
             row: [_to_host(numbers) for numbers in parts] for row, parts in (prompt_logprobs or {}).items()
         }
-        self._supports = [dataclasses.replace(own, bits=_copied(own.bits)) for own in supports]
+        self._supports = [msgspec.structs.replace(own, bits=_copied(own.bits)) for own in supports]
         self._experts = experts
         if experts is not NO_CHOSEN:
             self._experts = experts._replace(positions=_copied(experts.positions), chosen=_copied(experts.chosen))
@@ -203,4 +203,4 @@ def _to_host(numbers: GroupLogprobs) -> GroupLogprobs:
     if not numbers.ids.is_cuda:
         return numbers
     tensors = {name: getattr(numbers, name).to("cpu", non_blocking=True) for name in ("ids", "values", "ranks")}
-    return dataclasses.replace(numbers, **tensors)
+    return msgspec.structs.replace(numbers, **tensors)

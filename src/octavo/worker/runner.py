@@ -9,7 +9,6 @@ between `issue` and `PendingStep.result` waits for the device, but for features 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -41,8 +40,6 @@ from octavo.speculate.drafter import Drafter
 from octavo.worker.compile_ahead import MOST_DRAFTED, Shape, compile_ahead
 from octavo.worker.observe_logits import LogitsObserver
 from octavo.worker.results import NO_CHOSEN, NO_RUNS, NOTHING_TOLD, PendingStep, Runs, Told, chosen_experts
-
-_LOG = logging.getLogger(__name__)
 
 
 class Runner:
@@ -285,33 +282,29 @@ class Runner:
 
         What the first try has stored of K and V is stored again.
         """
+        from octavo.attention.mods.failing import find_failing
+
         places = np.arange(work.num_rows)
-        wrong = self._find_failing(work, places, error)
+        wrong = find_failing(places, error, lambda some: self._fails(work.only(some)))
         failed = {int(work.rows[place]): MOD_FAILED for place in wrong}
         unsampled = work.rows[np.intersect1d(work.sampling, wrong)]
         sound = np.setdiff1d(places, wrong)
         if len(sound):
             return self._issue_work(plan, work.only(sound), failed, unsampled)
-        return PendingStep(plan.step, self._buffers.results[0, :0], failed=failed, unsampled=unsampled)
+        nothing, event = self._buffers.results[0, :0], self._events[self._turn ^ 1]  # what was tried may run yet
+        return PendingStep(plan.step, nothing, event=event, failed=failed, unsampled=unsampled)
 
-    def _find_failing(self, work: StepShape, places: IntArray, error: ModError) -> list[int]:
-        """Which of the entries at `places`, which fail with `error` together, fail alone. Nothing is committed."""
-        if len(places) == 1:
-            _LOG.error("a request ends: %s", error)
-            return [int(places[0])]
-        found: list[int] = []
-        for half in np.array_split(places, 2):
-            part = work.only(half)
-            self._buffers.stage(part, part.num_rows)
-            self._bring()
-            try:
-                self._forward(self._view(part), for_capture=False)
-            except ModError as own:
-                self._take_back_turn(host=False)
-                found += self._find_failing(work, half, own)
-            else:
-                self._take_back_turn(host=False)
-        return found
+    def _fails(self, part: StepShape) -> ModError | None:
+        """What a step's part fails with. Nothing is committed."""
+        self._buffers.stage(part, part.num_rows)
+        self._bring()
+        try:
+            self._forward(self._view(part), for_capture=False)
+        except ModError as error:
+            return error
+        finally:
+            self._take_back_turn(host=False)
+        return None
 
     def _take_back_turn(self, *, host: bool = True) -> None:
         """A step that was not committed has had no turn; its inputs were gathered."""

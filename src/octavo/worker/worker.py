@@ -17,12 +17,11 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from octavo.attention.mods.choice import mods_of, request_fields_of
-from octavo.attention.mods.digest import mods_digest
 from octavo.cache.groups import TableSpec
 from octavo.cache.plan import CachePlan, show_bytes
 from octavo.checkpoint.arch import Arch
@@ -31,15 +30,12 @@ from octavo.config.device_facts import DeviceFacts
 from octavo.config.engine_config import EngineConfig, Resolved
 from octavo.config.kv_transfer import KVTransferConfig
 from octavo.device.sleep import CACHE, WEIGHTS, make_memory
-from octavo.kv_connector.peers.description import describe
 from octavo.kv_connector.table import make_kind, worker_half
 from octavo.kv_connector.worker import NO_WORKER_CONNECTOR, WorkerConnector
-from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.observe import Count
 from octavo.ops.arrivals import NO_ARRIVALS
 from octavo.ops.placement import placed_by
 from octavo.plan import StepPlan
-from octavo.rl.receiver import WeightReceiver
 from octavo.speculate import NO_SPECULATOR, Speculator, make_speculator
 from octavo.startup import probe
 from octavo.startup.frontend import grammars_of
@@ -47,12 +43,13 @@ from octavo.startup.memory_plan import sized_by
 from octavo.worker import model as models
 from octavo.worker.assembly import make_runner
 from octavo.worker.backends import backend_facts, buffer_bytes, compiles_ahead
-from octavo.worker.calibration import calibrate_kv_scales
 from octavo.worker.calls import Calls
 from octavo.worker.device import Opening, Operators, memory_of, room
 from octavo.worker.facts import WorkerFacts
-from octavo.worker.identity import model_digest
 from octavo.worker.results import PendingStep
+
+if TYPE_CHECKING:
+    from octavo.rl.receiver import WeightReceiver
 
 _LOG = logging.getLogger(__name__)
 
@@ -68,10 +65,10 @@ class Worker:
         self._operators: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # until `load`
         self._thread = threading.get_ident()  # that issued last
 
-    def begin(self, config: EngineConfig) -> bool:
-        """Begin to open the device; whether there is a GPU that takes its time."""
+    def begin(self, config: EngineConfig, opening: Opening | None = None) -> bool:
+        """Begin to open the device; whether there is a GPU that takes its time. opening: what began in this process."""
         self._config = config
-        self._opening = Opening(config)
+        self._opening = opening or Opening(config)
         return self._opening.opens
 
     def import_kernels(self) -> None:
@@ -138,12 +135,20 @@ class Worker:
             cache = self._memory.allocator(CACHE)
             parts = self._model, resolved, plan, grammars, self._speculator, cache
             self._runner = make_runner(*parts, brings=brings)
-        rescale = functools.partial(calibrate_kv_scales, self._model, resolved, plan)
-        receiver = WeightReceiver(self._model, resolved, self._config.weight_transfer_config, rescale=rescale)
-        self._plan, self._calls = plan, Calls(self._runner, receiver, self._memory)
+        self._plan, self._calls = plan, Calls(self._runner, self._make_receiver, self._memory)
+
+    def _make_receiver(self) -> WeightReceiver:
+        from octavo.rl.receiver import WeightReceiver
+        from octavo.worker.calibration import calibrate_kv_scales
+
+        rescale = functools.partial(calibrate_kv_scales, self._model, self._resolved, self._plan)
+        return WeightReceiver(self._model, self._resolved, self._config.weight_transfer_config, rescale=rescale)
 
     def identify(self) -> tuple[str, str]:
         """Digests of the model, as far as its weights were seen, and of the mods. Behind `allocate`."""
+        from octavo.attention.mods.digest import mods_digest
+        from octavo.worker.identity import model_digest
+
         overrides = self._config.hf_overrides
         model = model_digest(self._model, overrides, self._resolved, self._folder, self._weights)
         return f"{model} {self._speculator.identity()}".rstrip(), mods_digest(self._mods)
@@ -154,6 +159,9 @@ class Worker:
         facts: what K and V follow from, however they lie, by name; both empty where no name leaves the process. Raises
         ConfigError.
         """
+        from octavo.kv_connector.peers.description import describe
+        from octavo.kv_connector.worker.cache_bytes import CacheBytes
+
         plan, runner, moves = self._plan, self._runner, self._memory.moves
         size, itemsize = plan.bytes_per_block, runner.cache.itemsize
         description = describe(plan.groups, plan.tables, plan.layout, block_bytes=size, itemsize=itemsize, facts=facts)

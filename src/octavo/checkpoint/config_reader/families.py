@@ -7,17 +7,17 @@ of a family that lies outside its own file.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Family:
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
     """What a config.json of an architecture leaves unsaid."""
 
     model: str = ""  # module:Class that runs it
-    usual: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # fields of config.json where a file has none
+    usual: Mapping[str, Any] = {}  # fields of config.json where a file has none
     # none | qkv: always on q, k and v | field: `attention_bias`, on all four | field-qkv: on three | fields: on three,
     # and `attention_out_bias` on the fourth
     bias: str = "none"
@@ -31,7 +31,7 @@ class Family:
     gemma: bool = False  # scaled embeddings, query_pre_attn_scalar, two thetas, gelu
     theta: float = 1e4
     full_scaling: bool = False  # rope_scaling is for layers without a window
-    old_ropes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # what older files call a rope_type
+    old_ropes: Mapping[str, str] = {}  # what older files call a rope_type
     interleaved: bool = False  # channel 2i turns with 2i + 1
     mlp_bias: bool = False  # reads the field of that name
     # layers whose heads do not turn: none | field: `no_rope_layers`, 0 where they do not, or no_rope_layer_interval
@@ -72,7 +72,7 @@ _QWEN3_5 = Family(
     read="octavo.checkpoint.config_reader.hybrids:read_qwen3_next",
     usual={"num_key_value_heads": 4},
 )
-_QWEN3_5_MOE = dataclasses.replace(
+_QWEN3_5_MOE = msgspec.structs.replace(
     _QWEN3_5,
     moe="qwen",
     usual={
@@ -198,4 +198,4 @@ HEADS = {  # method of drafting -> what published drafters call themselves: laye
     "dflash": ("DFlashDraftModel", "MuseGlimmerAssistantModel"),
 }
 HEAD_LAYERS = FAMILIES["LlamaForCausalLM"]
-BLOCK_LAYERS = dataclasses.replace(FAMILIES["Qwen3ForCausalLM"], window_flag=False)
+BLOCK_LAYERS = msgspec.structs.replace(FAMILIES["Qwen3ForCausalLM"], window_flag=False)

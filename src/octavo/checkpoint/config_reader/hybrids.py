@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
+
 from octavo.checkpoint.arch import Arch, DeltaNet, LayerKind, Mamba, Moe, Rope, Scales, ShortConv
 from octavo.checkpoint.config_reader.checkpoint import read_fields
 from octavo.checkpoint.config_reader.families import Family
@@ -57,7 +59,7 @@ def read_qwen3_next(fields: Fields, family: Family) -> Arch:
     mixers = _mixers(fields, "layer_types", usual, _DELTA_MIXERS)
     rope = {name: value for name, value in fields.mapping("rope_parameters").items() if not name.startswith("mrope_")}
     if fields.get("num_experts") == 0:
-        family = dataclasses.replace(family, moe="none")
+        family = msgspec.structs.replace(family, moe="none")
     arch = read_fields(_plain(fields, rope_parameters=rope or None), family)
     delta = DeltaNet(
         num_key_heads=fields.integer("linear_num_key_heads", 1, 4096, 16),

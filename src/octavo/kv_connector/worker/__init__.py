@@ -8,11 +8,13 @@ here waits for a step, no step waits here, and bytes lie where later steps read 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from octavo.kv_connector import ConnectorStats
-from octavo.kv_connector.orders import Order, Report
 from octavo.ops.arrivals import NO_ARRIVALS, Arrivals
+
+if TYPE_CHECKING:
+    from octavo.kv_connector.orders import Order, Report
 
 
 class WorkerConnector(Protocol):

@@ -10,6 +10,14 @@ import torch
 
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}  # the largest magnitude of each quantized type
 
+_DTYPES = {"fp8": torch.float8_e4m3fn}  # the others go by torch's names
+
+
+def cache_dtype(name: str) -> torch.dtype:
+    """Of the elements of a cache, by its name as a setting."""
+    found: torch.dtype = _DTYPES.get(name) or getattr(torch, name)
+    return found
+
 
 def quantize(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
     """x [tokens, heads, channels] as a cache of `dtype` keeps it: divided by scale [heads] (None: 1), cut, rounded.

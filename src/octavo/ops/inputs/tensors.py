@@ -6,9 +6,9 @@ Invariant: every tensor stays where it is.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
+import msgspec
 import torch
 
 
@@ -35,8 +35,7 @@ class GroupTables:
         ).to(slots.device)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class RowTensors:
+class RowTensors(msgspec.Struct, frozen=True):
     """What a step reads and changes of the persistent rows, int32."""
 
     token_ids: torch.Tensor  # [max_num_rows, max_model_len]
@@ -44,8 +43,7 @@ class RowTensors:
     num_computed: torch.Tensor  # [max_num_rows]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class LogitTokens:
+class LogitTokens(msgspec.Struct, frozen=True):
     """The L tokens whose hidden states give logits: of each of R rows the last one, and its drafts where it has some.
 
     They are a batch of their own: a row's are its last queries. Of padding rows: any token, and no query.
@@ -58,8 +56,7 @@ class LogitTokens:
     max_per_row: int = 1  # a bound
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class StepInputs:
+class StepInputs(msgspec.Struct, frozen=True, kw_only=True):
     """One step on the device: R rows and T tokens, padding included."""
 
     max_query_len: int  # a bound
@@ -75,8 +72,7 @@ class StepInputs:
     counts: torch.Tensor  # [2, >= R] int64, with drafts: how many of an entry's tokens count
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PassTensors:
+class PassTensors(msgspec.Struct, frozen=True):
     """What a step's passes are laid out into, with room for the most rows and tokens. All stay where they are.
 
     Pass 0 is over each row's last token that counts, whose entry is stored already: it has no slots. Pass p is over the

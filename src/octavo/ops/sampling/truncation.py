@@ -6,15 +6,13 @@ entries, whatever rows are at hand.
 
 from __future__ import annotations
 
-import dataclasses
-
+import msgspec
 import torch
 
 FEW = 64  # so many entries of top-k a GPU finds without a survey of the row
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class TruncationRows:
+class TruncationRows(msgspec.Struct, frozen=True, kw_only=True):
     """Tables of what rows cut off before a draw, [N] each. The order: divide, then as in `top_k_top_p_mask_`."""
 
     divisors: torch.Tensor  # float32, temperatures; 0: the row is neither divided nor cut

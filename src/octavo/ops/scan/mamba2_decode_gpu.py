@@ -24,13 +24,16 @@ _FEW_HEADS, _ROOM, _TURN = 2048, 396, 1
 
 
 @functools.lru_cache(maxsize=4096)
-def programs_of(num_heads: int, num_rows: int) -> int:
-    """How many programs share the heads of a row that decodes: as many as are done first, in whole waves."""
-    if num_rows * num_heads < _FEW_HEADS:
+def programs_of(num_heads: int, num_rows: int, num_tiles: int = 1) -> int:
+    """How many programs share the heads of a row that decodes: as many as are done first, in whole waves.
+
+    num_tiles: of a head's channels, each of which has such programs of its own.
+    """
+    if num_rows * num_heads * num_tiles < _FEW_HEADS:
         return num_heads
 
     def cost(programs: int) -> int:
-        waves = -(-num_rows * programs // _ROOM)
+        waves = -(-num_rows * programs * num_tiles // _ROOM)
         return waves * (-(-num_heads // programs) + _TURN)
 
     return min(range(num_heads, 0, -1), key=cost)
