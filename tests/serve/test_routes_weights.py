@@ -187,6 +187,25 @@ def test_rl_w9_a_session_has_a_name_that_vllms_clients_need_not_know(own_server:
     post(own_server, "/abort_weight_update")
 
 
+def test_rl_w4_the_last_tensors_may_end_the_update(own_server: RunningServer, folder: Path, wanted: list[int]) -> None:
+    """RL.W4: in one call less. What the end cannot be ends the update before anything is read."""
+    before = ids_of(own_server)
+    session = post(own_server, "/start_weight_update")["session"]
+    last = {"update_info": {"path": str(folder)}, "session": session, "finish": {"weight_version": "step-2"}}
+    done = post(own_server, "/update_weights", last)
+    assert done["weight_version"] == "step-2" and done["num_bytes"] > 0 and "warnings" not in done
+    known = own_server.get("/weight_info").json()
+    assert (known["state"], known["weight_version"]) == ("ready", "step-2") and ids_of(own_server) == wanted
+    for finish, words in (({"weight_version": ""}, "weight_version must have"), ({"on_running": "no"}, "on_running")):
+        post(own_server, "/start_weight_update")
+        refused = own_server.post("/update_weights", {"update_info": {"path": str(TINY)}, "finish": finish})
+        assert refused.status == 400 and words in refused.json()["error"]["message"]
+        assert own_server.get("/weight_info").json()["state"] == "ready" and ids_of(own_server) == wanted
+    assert own_server.post("/update_weights", {"update_info": {}, "finish": 1}).status == 400
+    post(own_server, "/update_weights_from_disk", {"model_path": str(TINY)})
+    assert ids_of(own_server) == before
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [

@@ -79,8 +79,9 @@ class WeightMethods(abc.ABC):
     def update_weights(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Receive tensors: `{"update_info": {"names", "dtype_names", "shapes", ...}}`, with the checkpoint's names.
 
-        Beside it may stand "session", the name that the start gave. Other threads' requests go on meanwhile.
-        Returns {"num_tensors", "num_bytes"}. Whatever it raises, the update is over: the old weights serve on, unless a
+        Beside it may stand "session", the name that the start gave, and "finish", the arguments of
+        `finish_weight_update` where these are the last tensors: then that is done as well, and answered with the rest.
+        Other threads' requests go on meanwhile. Returns {"num_tensors", "num_bytes"}. Whatever it raises, the update is over: the old weights serve on, unless a
         transport had begun to overwrite them.
         """
         return dict(result_of(self._ask_core("update_weights", told("update_info", request))))

@@ -78,14 +78,6 @@ class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     session: str | None = None  # the name that its start gave; None: the one that is open
 
 
-class Update(msgspec.Struct, frozen=True):
-    """Tensors that come now, in this order; what else it says is the transport's to read."""
-
-    names: list[str] = []
-    dtype_names: list[str] = []
-    shapes: list[list[int]] = []
-
-
 class Finish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a session ends."""
 
@@ -193,8 +185,8 @@ class WeightUpdates:
             "init_weight_transfer_engine": self._answering(self._init, dict[str, Any], after=self._before_init),
             "shutdown_weight_transfer_engine": self._answering(lambda _: self._shutdown(), after=self._before_shutdown),
             "start_weight_update": self._answering(self._open, Start, after=lambda _: not self.is_open),
-            "update_weights": self._answering(self._receive, dict[str, Any], after=_always),
-            "finish_weight_update": self._answering(self._finish, Finish, after=_always),
+            "update_weights": self._answering(self._receive, dict[str, Any], after=lambda _: True),
+            "finish_weight_update": self._answering(self._finish, Finish, after=lambda _: True),
             "abort_weight_update": self._answering(self._abort, Session, after=self._before_abort),
             "update_weight_version": self._answering(self._set_version, str),
             "weight_checksums": self._answering(lambda _: self._checksums()),
@@ -311,6 +303,9 @@ class WeightUpdates:
     def _receive(self, info: dict[str, Any]) -> Waiting:
         self._need_open("update_weights", info.get("session"))
         try:
+            finish = msgspec.convert(info.get("finish"), Finish | None)  # where these tensors are the last ones
+            if finish is not None:
+                self._check_finish(finish)
             ways = self._core.ask_workers("weights_expect", Way, info)
             if self.state is State.OPEN and any(way.overwrites for way in ways):
                 self.state = State.HELD
@@ -328,21 +323,17 @@ class WeightUpdates:
             self.state = State.OPEN
             self._core.release_weights()
         self.stats.num_received_tensors += received[0].num_tensors
-        self.stats.num_received_bytes += sum(each.num_bytes for each in received)
-        seconds = max(each.seconds for each in received)
+        num_bytes, seconds = sum(each.num_bytes for each in received), max(each.seconds for each in received)
+        self.stats.num_received_bytes += num_bytes
         self.stats.receive_seconds += seconds
         before = self.stats.received_by.get(received[0].backend, (0, 0.0))
-        num_bytes = sum(each.num_bytes for each in received)
         self.stats.received_by[received[0].backend] = before[0] + num_bytes, before[1] + seconds
-        return {"num_tensors": received[0].num_tensors, "num_bytes": received[0].num_bytes}
+        came = {"num_tensors": received[0].num_tensors, "num_bytes": received[0].num_bytes}
+        return came if finish is None else {**came, **self._finish(finish)}
 
     def _finish(self, finish: Finish) -> dict[str, Any]:
         self._need_open("finish_weight_update", finish.session)
-        on_running = finish.on_running or self._start.on_running
-        number = self.num_past + self.stats.num_updates + 1
-        version = str(number) if finish.weight_version is None else finish.weight_version
-        _check_on_running(on_running)
-        _check_version(version)
+        on_running, version = self._check_finish(finish)
         try:
             prepared: list[Prepared] = self._core.ask_workers("weights_prepare", Prepared)
         except Exception as error:
@@ -374,6 +365,15 @@ class WeightUpdates:
             on_running,
         )
         return {"weight_version": version, "num_tensors": prepared[0].num_tensors}
+
+    def _check_finish(self, finish: Finish) -> tuple[str, str]:
+        """What becomes of requests that run, and the label. Raises WeightUpdateError."""
+        on_running = finish.on_running or self._start.on_running
+        number = self.num_past + self.stats.num_updates + 1
+        version = str(number) if finish.weight_version is None else finish.weight_version
+        _check_on_running(on_running)
+        _check_version(version)
+        return on_running, version
 
     def _apply(self) -> bool:
         return any(self._core.ask_workers("weights_apply", bool, self._identity))
@@ -484,10 +484,6 @@ def result_of(answer: bytes) -> Any:
     if "error" in told:
         raise ERRORS[told["error"]](told["text"])
     return told["result"]
-
-
-def _always(_: object) -> bool:
-    return True
 
 
 def _check_version(version: str) -> None:

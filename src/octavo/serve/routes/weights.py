@@ -47,18 +47,24 @@ class Start(msgspec.Struct, kw_only=True):
     is_checkpoint_format: bool = True
 
 
+class Ending(msgspec.Struct, kw_only=True):
+    """How an update is finished."""
+
+    weight_version: str | None = None
+    on_running: str | None = None
+
+
 class Update(msgspec.Struct, kw_only=True):
     """POST /update_weights."""
 
     update_info: dict[str, Any] | list[dict[str, Any]] = {}  # a list: one for each worker
     session: str | None = None  # the name that the start gave
+    finish: Ending | None = None  # the update ends with these tensors: no /finish_weight_update follows
 
 
-class Finish(msgspec.Struct, kw_only=True):
+class Finish(Ending, kw_only=True):
     """POST /finish_weight_update."""
 
-    weight_version: str | None = None
-    on_running: str | None = None
     session: str | None = None
 
 
@@ -158,6 +164,8 @@ async def update(state: ServeState, exchange: Exchange) -> None:
         warnings += [each for each in _unknown(state, part, "update_info", _UPDATE_INFO) if each not in warnings]
     async with updating(state, "update"):
         request = {"update_info": options.update_info, "session": options.session}
+        if options.finish is not None:
+            request["finish"] = msgspec.structs.asdict(options.finish)
         received = await state.engine.update_weights(request)
     await exchange.reply_json(told({"message": "Weights updated", **received}, warnings))
 
