@@ -121,10 +121,6 @@ def told(incoming: list[Incoming]) -> dict[str, Any]:
     }
 
 
-def _nobody() -> None:
-    """Nobody wants to know."""
-
-
 class Sender:
     """Brings weights to one engine, again and again."""
 
@@ -157,11 +153,10 @@ class Sender:
         self._told: dict[str, Any] = {}  # of the last tensors of the group
         self._place = ""  # of the group, by which the engine knows whose an update is
         self._has_met = backend == "local"
-        self._session: str | None = None  # what the engine calls the update that is open
-        self._opening: Callable[[], str | None] | None = None  # what waits for that, until `_open` has
-        self._turn = threading.Lock()  # of who waits for it
+        self._session: str | None = None  # the name of the update that is open
         self._is_open = self._is_finished = False
-        self._finish: dict[str, Any] | None = None  # what the last message says of the update's end, if one is known
+        self._begin: dict[str, Any] | None = None  # what the first message says of the update's start, to a server
+        self._finish: dict[str, Any] | None = None  # and the last one of its end, if it is known to be that
         self._dtypes: dict[str, torch.dtype] = {}  # what the engine rounds to, by pattern
 
     def send(
@@ -179,16 +174,19 @@ class Sender:
         if not self._has_met:
             self._meet()
             self._has_met = True
-        self._start(on_running)
-        is_one = isinstance(source, WeightSource | nn.Module | Mapping)
-        self._finish = {"weight_version": version} if is_one and isinstance(self._engine, _Server) else None
+        self._begin = self._finish = None
+        self._is_open = self._is_finished = False
+        if isinstance(self._engine, _Server):  # each call costs a millisecond there
+            self._session, self._begin = secrets.token_hex(8), {"on_running": on_running}
+            if isinstance(source, WeightSource | nn.Module | Mapping):
+                self._finish = {"weight_version": version}
+        else:
+            self._session, self._is_open = self._engine.start_weight_update(on_running=on_running), True
         try:
             for part in _sources(source):
                 getattr(self, f"_send_{self._backend}")(part.rounded(self._dtypes))
-            self._open()
         except BaseException:
             with contextlib.suppress(WeightUpdateError, OSError):  # it is over already where the engine refused
-                self._open()
                 if self._is_open:
                     self._engine.abort_weight_update(session=self._session)
             if self._is_open:  # else nothing was sent
@@ -232,14 +230,12 @@ class Sender:
         names, parts = told(incoming), list(buffers(incoming, size))
         is_known, self._told = names == self._told, names  # the engine's end of a group remembers the last ones
         message = {"update_info": {**(dict.fromkeys(names, ()) if is_known else names), **form}}
-        opened = threading.Event()
-        with _Beside(lambda: self._update(message, is_last=True, on_open=opened.set)) as beside:
+        with _Beside(self._updating(message, is_last=True)) as beside:
             group.check = beside.check  # what the engine refuses is heard while the group waits
             sent: collections.deque[Callable[[], None]] = collections.deque()
             ahead = _GLOO_AHEAD if self._backend == "gloo" else 0  # on a device one buffer is enough
             for part in parts:
-                packed = _packed(source, part, device)  # the first one while the engine answers
-                opened.wait()
+                packed = _packed(source, part, device)
                 beside.check()
                 sent.append(group.begin_broadcast(packed, part[0].name, self._timeout, len(sent)))
                 while len(sent) > (ahead if packed.numel() <= 2 * size else min(ahead, 1)):
@@ -250,34 +246,29 @@ class Sender:
 
     _send_gloo = _send_nccl = _send_group
 
-    def _start(self, on_running: str) -> None:
-        """Ask the engine for an update; a server answers `_open`."""
-        self._session, self._is_open, self._is_finished, self._opening = None, False, False, None
-        if isinstance(self._engine, _Server):
-            self._opening = self._engine.begin_start(on_running)
-        else:
-            self._session, self._is_open = self._engine.start_weight_update(on_running=on_running), True
+    def _updating(self, message: Mapping[str, Any], *, is_last: bool) -> Callable[[], object]:
+        """Tell of tensors that come, in this update and no other; what waits until they are there.
 
-    def _open(self) -> str | None:
-        """Wait until the update is open; its name. Raises what the engine refuses."""
-        with self._turn:
-            if self._opening is not None:
-                opening, self._opening = self._opening, None
-                self._session, self._is_open = opening(), True
-        return self._session
-
-    def _update(self, message: Mapping[str, Any], *, is_last: bool, on_open: Callable[[], object] = _nobody) -> None:
-        """Tell of tensors that come, in this update and no other, and wait until they are there.
-
-        is_last: of a source. on_open: called once the update is open, or will not be.
+        is_last: of a source. A server is told by now, and another engine by who waits.
         """
-        try:
-            request = {**message, "session": self._open()}
-        finally:
-            on_open()
-        is_finish = is_last and self._finish is not None
-        self._engine.update_weights(request | ({"finish": self._finish} if is_finish else {}))
-        self._is_finished = is_finish
+        start, self._begin, finish = self._begin, None, self._finish if is_last else None
+        more = {"session": self._session, "start": start, "finish": finish}
+        request = {**message, **{key: value for key, value in more.items() if value is not None}}
+        self._is_open = True
+        if isinstance(self._engine, _Server):
+            update = self._engine.begin_update(request)
+        else:
+            update = functools.partial(self._engine.update_weights, request)
+
+        def wait() -> None:
+            update()
+            self._is_finished = finish is not None
+
+        return wait
+
+    def _update(self, message: Mapping[str, Any], *, is_last: bool) -> None:
+        """Tell of tensors, and wait until they are there."""
+        self._updating(message, is_last=is_last)()
 
     def _send_local(self, source: WeightSource) -> None:
         for part, is_last in _parts(source):
@@ -434,16 +425,9 @@ class _Server:
         found: dict[str, Any] = json.loads(self._post("init_weight_transfer_engine", request))
         return found
 
-    def start_weight_update(self, *, on_running: str) -> str | None:
-        return self.begin_start(on_running)()
-
-    def update_weights(self, request: Mapping[str, Any]) -> None:
-        self._post("update_weights", request)
-
-    def begin_start(self, on_running: str) -> Callable[[], str | None]:
-        """Ask for an update; what waits for its name."""
-        answer = self._begin("start_weight_update", {"on_running": on_running})
-        return lambda: json.loads(answer()).get("session")
+    def begin_update(self, request: Mapping[str, Any]) -> Callable[[], object]:
+        """Tell of tensors; what waits until they are there."""
+        return self._begin("update_weights", request)
 
     def finish_weight_update(self, weight_version: str | None, *, session: str | None = None) -> None:
         self._post("finish_weight_update", {"weight_version": weight_version, "session": session})

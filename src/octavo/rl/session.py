@@ -27,7 +27,6 @@ _LOG = logging.getLogger(__name__)
 DEFAULT_VERSION = "default"  # before the first update, as other engines call it
 ON_RUNNING = ("recompute", "keep_kv", "abort")
 HOLD_TIMEOUT = 60.0  # seconds between two messages of a session that holds the steps, or stands in another's way
-_GONE = "its trainer has gone: the connection to it was closed, and tensors are missing"
 _LOOK_SECONDS = 1.0  # between two looks at whether a trainer is there
 _NUM_OVER = 16  # sessions whose end is remembered
 MAX_VERSION = 256  # characters of a version
@@ -185,7 +184,9 @@ class WeightUpdates:
             "init_weight_transfer_engine": self._answering(self._init, dict[str, Any], after=self._before_init),
             "shutdown_weight_transfer_engine": self._answering(lambda _: self._shutdown(), after=self._before_shutdown),
             "start_weight_update": self._answering(self._open, Start, after=lambda _: not self.is_open),
-            "update_weights": self._answering(self._receive, dict[str, Any], after=lambda _: True),
+            "update_weights": self._answering(
+                self._receive, dict[str, Any], after=lambda info: not (self.is_open and info.get("start"))
+            ),
             "finish_weight_update": self._answering(self._finish, Finish, after=lambda _: True),
             "abort_weight_update": self._answering(self._abort, Session, after=self._before_abort),
             "update_weight_version": self._answering(self._set_version, str),
@@ -219,7 +220,7 @@ class WeightUpdates:
     def _look(self) -> None:
         self._looked = self._clock()
         if any(self._core.ask_workers("weights_peer_is_gone", bool)):
-            self._fail(_GONE)
+            self._fail("its trainer has gone: the connection to it was closed, and tensors are missing")
 
     def _answering(
         self, move: Callable[[Any], Any], request: Any = None, *, after: Callable[[Any], bool] | None = None
@@ -284,7 +285,7 @@ class WeightUpdates:
             self._fail("shutdown_weight_transfer_engine came")
         self._core.ask_workers("weights_shutdown", type(None))
 
-    def _open(self, start: Start) -> dict[str, str]:
+    def _open(self, start: Start, name: object = None) -> dict[str, str]:
         self._make_room("start_weight_update")
         _check_on_running(start.on_running)
         if not start.is_checkpoint_format:
@@ -297,15 +298,17 @@ class WeightUpdates:
         _LOG.info("an update of the weights begins: %s; weights %r serve", start, self.version)
         self._start, self._began = start, self._clock()
         self._last = self._looked = self._began
-        self.state, self._session = State.OPEN, secrets.token_hex(8)
+        self.state, self._session = State.OPEN, str(name or secrets.token_hex(8))
         return {"session": self._session}
 
     def _receive(self, info: dict[str, Any]) -> Waiting:
-        self._need_open("update_weights", info.get("session"))
+        start = msgspec.convert(info.get("start"), Start | None)  # of an update that begins with these tensors
+        if start is None:
+            self._need_open("update_weights", info.get("session"))
+        else:
+            self._open(start, info.get("session"))
         try:
-            finish = msgspec.convert(info.get("finish"), Finish | None)  # where these tensors are the last ones
-            if finish is not None:
-                self._check_finish(finish)
+            finish = msgspec.convert(info.get("finish"), Finish | None)  # of one that ends with them
             ways = self._core.ask_workers("weights_expect", Way, info)
             if self.state is State.OPEN and any(way.overwrites for way in ways):
                 self.state = State.HELD
@@ -329,11 +332,20 @@ class WeightUpdates:
         before = self.stats.received_by.get(received[0].backend, (0, 0.0))
         self.stats.received_by[received[0].backend] = before[0] + num_bytes, before[1] + seconds
         came = {"num_tensors": received[0].num_tensors, "num_bytes": received[0].num_bytes}
-        return came if finish is None else {**came, **self._finish(finish)}
+        try:
+            return came if finish is None else came | self._finish(finish)
+        except WeightUpdateError as error:
+            if self.is_open:
+                self._fail(str(error))
+            raise
 
     def _finish(self, finish: Finish) -> dict[str, Any]:
         self._need_open("finish_weight_update", finish.session)
-        on_running, version = self._check_finish(finish)
+        on_running = finish.on_running or self._start.on_running
+        number = self.num_past + self.stats.num_updates + 1
+        version = str(number) if finish.weight_version is None else finish.weight_version
+        _check_on_running(on_running)
+        _check_version(version)
         try:
             prepared: list[Prepared] = self._core.ask_workers("weights_prepare", Prepared)
         except Exception as error:
@@ -365,15 +377,6 @@ class WeightUpdates:
             on_running,
         )
         return {"weight_version": version, "num_tensors": prepared[0].num_tensors}
-
-    def _check_finish(self, finish: Finish) -> tuple[str, str]:
-        """What becomes of requests that run, and the label. Raises WeightUpdateError."""
-        on_running = finish.on_running or self._start.on_running
-        number = self.num_past + self.stats.num_updates + 1
-        version = str(number) if finish.weight_version is None else finish.weight_version
-        _check_on_running(on_running)
-        _check_version(version)
-        return on_running, version
 
     def _apply(self) -> bool:
         return any(self._core.ask_workers("weights_apply", bool, self._identity))

@@ -58,8 +58,9 @@ class Update(msgspec.Struct, kw_only=True):
     """POST /update_weights."""
 
     update_info: dict[str, Any] | list[dict[str, Any]] = {}  # a list: one for each worker
-    session: str | None = None  # the name that the start gave
-    finish: Ending | None = None  # the update ends with these tensors: no /finish_weight_update follows
+    session: str | None = None  # the name that the start gave; of an update that begins here, the name that it gets
+    start: Start | None = None  # it begins with these tensors: no /start_weight_update went before
+    finish: Ending | None = None  # it ends with them: no /finish_weight_update follows
 
 
 class Finish(Ending, kw_only=True):
@@ -163,9 +164,10 @@ async def update(state: ServeState, exchange: Exchange) -> None:
     for part in parts:
         warnings += [each for each in _unknown(state, part, "update_info", _UPDATE_INFO) if each not in warnings]
     async with updating(state, "update"):
-        request = {"update_info": options.update_info, "session": options.session}
-        if options.finish is not None:
-            request["finish"] = msgspec.structs.asdict(options.finish)
+        request: dict[str, Any] = {"update_info": options.update_info, "session": options.session}
+        for name, end in (("start", options.start), ("finish", options.finish)):
+            if end is not None:
+                request[name] = msgspec.structs.asdict(end)
         received = await state.engine.update_weights(request)
     await exchange.reply_json(told({"message": "Weights updated", **received}, warnings))
 
