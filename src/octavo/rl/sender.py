@@ -225,7 +225,7 @@ class Sender:
         group, incoming = self._group, source.incoming
         assert group is not None, "`send` has met the others"
         device = "cuda" if self._backend == "nccl" else "cpu"
-        size = BUFFER_BYTES if self._backend == "nccl" else _GLOO_BYTES
+        size = BUFFER_BYTES if self._backend == "nccl" else _gloo_size(incoming)
         form = {"packed": True, "packed_buffer_size_bytes": size, "group": self._place}
         names, parts = told(incoming), list(buffers(incoming, size))
         is_known, self._told = names == self._told, names  # the engine's end of a group remembers the last ones
@@ -334,6 +334,12 @@ def _sources(
             part, total = {}, 0
     if part:
         yield WeightSource(part)
+
+
+def _gloo_size(incoming: list[Incoming]) -> int:
+    """Of buffers of about _GLOO_BYTES of which none is a small rest: each costs its two ends their time."""
+    total = sum(each.num_bytes for each in incoming)
+    return total // max(round(total / _GLOO_BYTES), 1)
 
 
 def _parts(source: WeightSource) -> Iterator[tuple[list[Incoming], bool]]:
