@@ -7,7 +7,7 @@ import json
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from octavo.checkpoint.hub import find_model
 from octavo.rl import Sender
 from octavo.rl import sender as sender_module
+from octavo.rl.session import WeightUpdateError
 from octavo.serve.routes.weights import METHODS
 from server_rig import RunningServer
 from test_routes_status import Client
@@ -234,13 +235,24 @@ def test_rl_w4_a_sender_needs_one_call_for_an_update(
     """RL.W4: of a model's weights; tensors that are gathered one by one are begun with the first, and then finished."""
     before, old, asked = ids_of(own_server), load_file(TINY / "model.safetensors"), list[str]()
     begin = sender_module._Server._begin
-    monkeypatch.setattr(sender_module._Server, "_begin", lambda *told: (asked.append(told[1]), begin(*told))[1])
+
+    def note(server: sender_module._Server, name: str, body: Mapping[str, Any]) -> Callable[[], bytes]:
+        asked.append(name)
+        return begin(server, name, body)
+
+    monkeypatch.setattr(sender_module._Server, "_begin", note)
     with contextlib.closing(Sender(own_server.url, "gloo")) as sender:
         sender.send({name: weight * 1.25 for name, weight in old.items()}, "next")
         assert ids_of(own_server) == wanted and asked == ["init_weight_transfer_engine", "update_weights"]
         asked.clear()
         sender.send(iter(old.items()), "last")
         assert ids_of(own_server) == before and asked == ["update_weights", "finish_weight_update"]
+        asked.clear()
+        nothing: tuple[Any, ...] = ({}, iter(()))
+        for each in nothing:
+            with pytest.raises(WeightUpdateError, match="expected tensors, got none"):
+                sender.send(each, "no")
+        assert not asked
     assert own_server.get("/get_weight_version").json() == {"weight_version": "last"}
     post(own_server, "/update_weights_from_disk", {"model_path": str(TINY)})
 

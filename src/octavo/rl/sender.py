@@ -184,7 +184,10 @@ class Sender:
             self._session, self._is_open = self._engine.start_weight_update(on_running=on_running), True
         try:
             for part in _sources(source):
-                getattr(self, f"_send_{self._backend}")(part.rounded(self._dtypes))
+                if part.tensors:
+                    getattr(self, f"_send_{self._backend}")(part.rounded(self._dtypes))
+            if self._begin is not None:
+                raise WeightUpdateError("expected tensors, got none")
         except BaseException:
             with contextlib.suppress(WeightUpdateError, OSError):  # it is over already where the engine refused
                 if self._is_open:
@@ -266,14 +269,10 @@ class Sender:
 
         return wait
 
-    def _update(self, message: Mapping[str, Any], *, is_last: bool) -> None:
-        """Tell of tensors, and wait until they are there."""
-        self._updating(message, is_last=is_last)()
-
     def _send_local(self, source: WeightSource) -> None:
         for part, is_last in _parts(source):
             with Handed({each.name: source.gather(each.name) for each in part}) as update_info:
-                self._update({"update_info": update_info}, is_last=is_last)
+                self._updating({"update_info": update_info}, is_last=is_last)()
 
     def _send_disk(self, source: WeightSource) -> None:
         for part, is_last in _parts(source):
@@ -283,21 +282,21 @@ class Sender:
                 tensors = {each.name: source.gather(each.name).cpu() for each in part}
                 save_file(tensors, path / "model.safetensors")
                 del tensors
-                self._update({"update_info": {"path": str(path)}}, is_last=is_last)
+                self._updating({"update_info": {"path": str(path)}}, is_last=is_last)()
             finally:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _send_shm(self, source: WeightSource) -> None:
         for part, is_last in _parts(source):
             _gather(source, part, self._shared.take(sum(each.num_bytes for each in part)))
-            self._update({"update_info": {**told(part), "shm_name": self._shared.name}}, is_last=is_last)
+            self._updating({"update_info": {**told(part), "shm_name": self._shared.name}}, is_last=is_last)()
             self._shared.let_go()
 
     def _send_ipc(self, source: WeightSource) -> None:
         for part, is_last in _parts(source):
             buffer = _packed(source, part, "cuda")
             torch.cuda.current_stream().synchronize()
-            self._update({"update_info": {**told(part), "ipc_handle": handle_of(buffer)}}, is_last=is_last)
+            self._updating({"update_info": {**told(part), "ipc_handle": handle_of(buffer)}}, is_last=is_last)()
 
 
 def _folder_of(backend: str, folder: str | os.PathLike[str] | None) -> Path:
