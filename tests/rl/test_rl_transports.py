@@ -31,6 +31,7 @@ from octavo.rl import sender as sender_module
 from octavo.rl.plan import Incoming, Staged
 from octavo.rl.session import WeightConflictError, WeightTransferError, WeightUpdateError
 from octavo.rl.transport import split
+from octavo.rl.transport.extent import Rooms
 from patience import patient
 from rl_rig import TINY
 from weights_rig import Weights, answers, old_weights, other_weights
@@ -272,6 +273,18 @@ def test_a_source_rounds_to_what_is_narrower_alone() -> None:
     odd = WeightSource({"a": torch.ones(3).bfloat16(), "b": torch.randn(5)})  # begins in the middle of a word
     packed = sender_module._packed(odd, odd.incoming, "cpu")
     assert [torch.equal(sent, odd.tensors[each.name]) for each, sent in split(packed, odd.incoming)] == [True, True]
+
+
+def test_a_senders_buffers_lie_where_its_last_ones_did() -> None:
+    """RL.W4: memory that has its pages already; what is still on its way stays as it is."""
+    source, rooms = WeightSource({"a": torch.ones(3), "b": torch.randn(5000)}), Rooms()
+    first = sender_module._packed(source, source.incoming, "cpu", rooms)
+    second = sender_module._packed(source, source.incoming, "cpu", rooms)
+    places = {first.data_ptr(), second.data_ptr()}
+    assert len(places) == 2 and torch.equal(first, second)
+    del first, second
+    both = [sender_module._packed(source, source.incoming, "cpu", rooms) for _ in range(2)]
+    assert {each.data_ptr() for each in both} == places
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from octavo.ops.copying import copy_alone
 from octavo.rl.plan import DTYPES, Incoming, pattern_of
 from octavo.rl.session import WeightConflictError, WeightTransferError, WeightUpdateError
 from octavo.rl.transport import BUFFER_BYTES, TIMEOUT, buffers
+from octavo.rl.transport.extent import Rooms
 from octavo.rl.transport.gloo import make_gloo
 from octavo.rl.transport.group import Group, place_of
 from octavo.rl.transport.ipc import handle_of
@@ -149,7 +150,7 @@ class Sender:
         self._backend, self._timeout = backend, timeout
         self._address, self._size = address, num_workers + 1
         self._group: Group | None = None
-        self._shared = SharedBuffer()
+        self._shared, self._rooms = SharedBuffer(), Rooms()
         self._told: dict[str, Any] = {}  # of the last tensors of the group
         self._place = ""  # of the group, by which the engine knows whose an update is
         self._has_met = backend == "local"
@@ -189,10 +190,9 @@ class Sender:
             if self._begin is not None:
                 raise WeightUpdateError("expected tensors, got none")
         except BaseException:
-            with contextlib.suppress(WeightUpdateError, OSError):  # it is over already where the engine refused
-                if self._is_open:
-                    self._engine.abort_weight_update(session=self._session)
             if self._is_open:  # else nothing was sent
+                with contextlib.suppress(WeightUpdateError, OSError):  # it is over already where the engine refused
+                    self._engine.abort_weight_update(session=self._session)
                 self.close()
             raise
         if not self._is_finished:
@@ -201,7 +201,7 @@ class Sender:
     def close(self) -> None:
         """Leave the group, or take away the memory that was shared; the next `send` makes another."""
         self._shared.close()
-        group, self._group = self._group, None
+        group, self._group, self._rooms = self._group, None, Rooms()
         self._has_met = self._backend == "local"
         if group is not None:
             group.close()
@@ -238,7 +238,7 @@ class Sender:
             sent: collections.deque[Callable[[], None]] = collections.deque()
             ahead = _GLOO_AHEAD if self._backend == "gloo" else 0  # on a device one buffer is enough
             for part in parts:
-                packed = _packed(source, part, device)
+                packed = _packed(source, part, device, self._rooms)
                 beside.check()
                 sent.append(group.begin_broadcast(packed, part[0].name, self._timeout, len(sent)))
                 while len(sent) > (ahead if packed.numel() <= 2 * size else min(ahead, 1)):
@@ -347,10 +347,13 @@ def _parts(source: WeightSource) -> Iterator[tuple[list[Incoming], bool]]:
     yield from ((part, part is parts[-1]) for part in parts)
 
 
-def _packed(source: WeightSource, part: list[Incoming], device: str) -> torch.Tensor:
+def _packed(source: WeightSource, part: list[Incoming], device: str, rooms: Rooms | None = None) -> torch.Tensor:
+    """rooms: of a CPU's buffers: new ones would fault at each page."""
     if len(part) == 1:
         return _bytes(source.gather(part[0].name)).to(device)
-    return _gather(source, part, torch.empty(sum(each.num_bytes for each in part), dtype=torch.uint8, device=device))
+    size = sum(each.num_bytes for each in part)
+    packed = rooms.take(size, 0) if rooms and device == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+    return _gather(source, part, packed)
 
 
 def _gather(source: WeightSource, part: list[Incoming], packed: torch.Tensor) -> torch.Tensor:
@@ -396,9 +399,7 @@ class _Beside:
 class _Plain(http.client.HTTPConnection):
     """A connection that sends a request's head and body together: whoever reads it wakes once."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._said = bytearray()
+    _said = b""
 
     def send(self, data: Any) -> None:
         """Keep it until `flush`."""
@@ -406,7 +407,7 @@ class _Plain(http.client.HTTPConnection):
 
     def flush(self) -> None:
         """Send what was kept."""
-        said, self._said = self._said, bytearray()
+        said, self._said = self._said, b""
         super().send(said)
 
 
