@@ -1,22 +1,23 @@
 """Benchmark of an update of octavo-tiny's weights on a CPU: `python bench/update.py [--updates 40] [--dtype bfloat16]`.
 
 An update is timed from its start to the first token that the new weights drew, of an engine that idles: an LLM of this
-process by each transport, and an `octavo serve` of its own process that is sent to over gloo. Sent are masters of
-float32, the same rounded to bfloat16 on their way, and weights that a trainer has in bfloat16. Milliseconds: median,
-least and worst. The last line is JSON.
+process by each transport, and an `octavo serve` of its own process that is sent to over gloo, and asked over a
+connection that is kept. Sent are masters of float32, the same rounded to bfloat16 on their way, and weights that a
+trainer has in bfloat16. Milliseconds: median, least and worst. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import re
 import statistics
 import subprocess
 import sys
 import time
-import urllib.request
+import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,17 +56,22 @@ def server(dtype: str) -> Iterator[tuple[str, Ask]]:
         url = found[0]
         body = json.dumps({"token_ids": ASKED, "sampling_params": {"max_tokens": 1, "ignore_eos": True}}).encode()
 
+        connection = http.client.HTTPConnection(urllib.parse.urlsplit(url).netloc, timeout=60)
+
         def ask() -> object:
-            request = urllib.request.Request(f"{url}/inference/v1/generate", body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=60) as reply:
-                return reply.read()
+            connection.request("POST", "/inference/v1/generate", body, {"Content-Type": "application/json"})
+            with connection.getresponse() as reply:
+                said = reply.read()
+                assert reply.status == 200, said
+                return said
 
         until = time.monotonic() + 60
         while True:
             try:
                 ask()
                 break
-            except OSError:
+            except (OSError, AssertionError):
+                connection.close()
                 if time.monotonic() > until or process.poll() is not None:
                     raise
                 time.sleep(0.1)

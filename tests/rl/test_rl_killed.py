@@ -101,7 +101,7 @@ def test_rl_w8_a_trainer_killed_at_any_moment(
                 trainer.expect("sent")
                 before = "1"
                 trainer.go()
-            time.sleep(rng.random() * 0.08)  # an update takes about that long
+            time.sleep(rng.random() * (0.03 if turn % 2 else 0.08))  # as long as an update takes, or a meeting and one
         finally:
             trainer.kill()
         began = time.monotonic()
@@ -112,7 +112,8 @@ def test_rl_w8_a_trainer_killed_at_any_moment(
         assert found in (before, "2" if turn % 2 else "1")
         seen.append(f"{before}->{found} {state} {took:.2f} s")
         if state != "ready":
-            assert server.post("/abort_weight_update", {}).status == 200
+            ended = server.post("/abort_weight_update", {})  # 409: by itself meanwhile, with the trainer's connection
+            assert ended.status in (200, 409) and server.get("/weight_info").json()["state"] == "ready", ended.body
         before = _check(server, right)
     print(f"longest answer behind a kill: {longest:.2f} s; {', '.join(seen)}")
     assert longest < patient(TIMEOUT + 2)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,6 +31,7 @@ from octavo.rl import sender as sender_module
 from octavo.rl.plan import Incoming, Staged
 from octavo.rl.session import WeightConflictError, WeightTransferError, WeightUpdateError
 from octavo.rl.transport import split
+from octavo.rl.transport.extent import Rooms
 from patience import patient
 from rl_rig import TINY
 from weights_rig import Weights, answers, old_weights, other_weights
@@ -274,6 +275,18 @@ def test_a_source_rounds_to_what_is_narrower_alone() -> None:
     assert [torch.equal(sent, odd.tensors[each.name]) for each, sent in split(packed, odd.incoming)] == [True, True]
 
 
+def test_a_senders_buffers_lie_where_its_last_ones_did() -> None:
+    """RL.W4: memory that has its pages already; what is still on its way stays as it is."""
+    source, rooms = WeightSource({"a": torch.ones(3), "b": torch.randn(5000)}), Rooms()
+    first = sender_module._packed(source, source.incoming, "cpu", rooms)
+    second = sender_module._packed(source, source.incoming, "cpu", rooms)
+    places = {first.data_ptr(), second.data_ptr()}
+    assert len(places) == 2 and torch.equal(first, second)
+    del first, second
+    both = [sender_module._packed(source, source.incoming, "cpu", rooms) for _ in range(2)]
+    assert {each.data_ptr() for each in both} == places
+
+
 @pytest.mark.parametrize(
     ("info", "words"),
     [
@@ -322,8 +335,8 @@ def test_a_sender_keeps_its_connection_and_sees_when_its_server_has_closed_it() 
         sender = Sender(f"http://127.0.0.1:{server.server_address[1]}/behind/", "local")
         engine = sender._engine
         for _ in range(2):
-            engine.start_weight_update(on_running="recompute")
-            engine.update_weights({"update_info": {}})
+            for each in range(2):
+                engine.begin_update({"update_info": {}, "number": each})()
             engine.finish_weight_update("1")
             closed = engine._idle[-1].sock
             select.select([closed], [], [], patient(5) if len(heard) == 3 else 0)
@@ -333,7 +346,7 @@ def test_a_sender_keeps_its_connection_and_sees_when_its_server_has_closed_it() 
     ports, paths = zip(*heard, strict=True)
     assert len(set(ports[:3])) == 1 and len(set(ports[3:])) == 1 and ports[0] != ports[3]
     assert [path.rpartition("/")[2] for path in paths] == [
-        *["start_weight_update", "update_weights", "finish_weight_update"] * 2,
+        *["update_weights", "update_weights", "finish_weight_update"] * 2,
         "abort_weight_update",
     ]
     with pytest.raises(WeightUpdateError, match=r"begins with http:// or https://, got '127\.0\.0\.1:8000'"):
@@ -359,8 +372,8 @@ def _answering(status: int, gathered: threading.Event, heard: list[tuple[str, bo
 
 
 @pytest.mark.parametrize("refuses", [True, False])
-def test_a_sender_gathers_while_its_server_answers_and_sends_nothing_to_one_that_refuses(refuses: bool) -> None:
-    """A group whose engine takes no update has nothing on its way, and is there for the next one."""
+def test_a_sender_gathers_while_its_server_answers_and_leaves_a_group_that_failed(refuses: bool) -> None:
+    """RL.W4, RL.W8: one call is a whole update; what goes wrong at either end ends it at both."""
     gathered, heard, touched = threading.Event(), list[tuple[str, bool]](), list[str]()
 
     class Source(WeightSource):
@@ -370,23 +383,32 @@ def test_a_sender_gathers_while_its_server_answers_and_sends_nothing_to_one_that
                 raise RuntimeError("no gradient came")
             return super().gather(name)
 
-    class Untouched:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *_: touched.append(name)
+    class Waits:
+        check: Callable[[], None]
+
+        def begin_broadcast(self, *_: object) -> Callable[[], None]:
+            def wait() -> None:
+                while True:
+                    self.check()
+                    time.sleep(0.001)
+
+            return wait
+
+        def close(self) -> None:
+            touched.append("close")
 
     handler = _answering(409 if refuses else 200, gathered, heard)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, ThreadPoolExecutor(1) as pool:
         pool.submit(server.serve_forever, 0.01)
         try:
             sender = Sender(f"http://127.0.0.1:{server.server_address[1]}", "gloo")
-            sender._has_met, sender._group = True, Untouched()  # type: ignore[assignment]
-            expected = (WeightConflictError, "start_weight_update answered 409") if refuses else (RuntimeError, "grad")
+            sender._has_met, sender._group = True, Waits()  # type: ignore[assignment]
+            expected = (WeightConflictError, "update_weights answered 409") if refuses else (RuntimeError, "grad")
             with pytest.raises(expected[0], match=expected[1]):
                 sender.send(Source({"model.norm.weight": torch.zeros(3)}))
         finally:
             server.shutdown()
-    assert heard == [("/start_weight_update", True), *([] if refuses else [("/abort_weight_update", True)])]
-    assert touched == ([] if refuses else ["close"])
+    assert heard == [("/update_weights", True), ("/abort_weight_update", True)] and touched == ["close"]
 
 
 @pytest.mark.parametrize(("given", "order"), [(True, "qkv"), (True, "vkq"), (False, "qkv"), (False, "kqv")])

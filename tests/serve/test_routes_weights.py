@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from octavo.checkpoint.hub import find_model
+from octavo.rl import Sender
+from octavo.rl import sender as sender_module
+from octavo.rl.session import WeightUpdateError
 from octavo.serve.routes.weights import METHODS
 from server_rig import RunningServer
 from test_routes_status import Client
@@ -185,6 +189,72 @@ def test_rl_w9_a_session_has_a_name_that_vllms_clients_need_not_know(own_server:
         assert refused.status == 409 and f"session '{first}' is not open: the update was aborted" in str(refused.json())
     assert own_server.get("/weight_info").json()["state"] == "open" and second != first
     post(own_server, "/abort_weight_update")
+
+
+def test_rl_w4_one_call_may_be_a_whole_update(own_server: RunningServer, folder: Path, wanted: list[int]) -> None:
+    """RL.W4: it begins, brings all tensors and ends. Whatever of it is refused, no update is open behind it."""
+    before = ids_of(own_server)
+    whole = {"update_info": {"path": str(folder)}, "start": {"on_running": "abort"}, "session": "mine"}
+    done = post(own_server, "/update_weights", whole | {"finish": {"weight_version": "step-2"}})
+    assert done["weight_version"] == "step-2" and done["num_bytes"] > 0 and "warnings" not in done
+    known = own_server.get("/weight_info").json()
+    assert (known["state"], known["weight_version"]) == ("ready", "step-2") and ids_of(own_server) == wanted
+    for part, words in (
+        ({"finish": {"weight_version": ""}}, "weight_version must have"),
+        ({"finish": {"on_running": "no"}}, "on_running"),
+        ({"start": {"on_running": "no"}}, "on_running"),
+        ({"start": {"is_checkpoint_format": False}}, "is_checkpoint_format"),
+        ({"finish": 1}, "finish"),
+    ):
+        refused = own_server.post("/update_weights", whole | {"update_info": {"path": str(TINY)}} | part)
+        assert refused.status == 400 and words in refused.json()["error"]["message"]
+        known = own_server.get("/weight_info").json()
+        assert (known["state"], known["weight_version"]) == ("ready", "step-2") and ids_of(own_server) == wanted
+    post(own_server, "/update_weights_from_disk", {"model_path": str(TINY)})
+    assert ids_of(own_server) == before
+
+
+def test_rl_w9_an_update_that_begins_with_its_tensors_is_in_nobodys_way(own_server: RunningServer) -> None:
+    """RL.W9: it is refused while another one is open, which goes on; its own name is the one that was given."""
+    before = ids_of(own_server)
+    first = post(own_server, "/start_weight_update")["session"]
+    begins = {"update_info": {"path": str(TINY)}, "start": {}, "session": "mine"}
+    conflict = own_server.post("/update_weights", begins)
+    assert conflict.status == 409 and "not possible while an update is open" in conflict.json()["error"]["message"]
+    post(own_server, "/abort_weight_update", {"session": first})
+    assert "weight_version" not in post(own_server, "/update_weights", begins)
+    assert own_server.get("/weight_info").json()["state"] == "open"
+    assert own_server.post("/finish_weight_update", {"session": first}).status == 409
+    post(own_server, "/finish_weight_update", {"session": "mine"})
+    assert ids_of(own_server) == before
+
+
+def test_rl_w4_a_sender_needs_one_call_for_an_update(
+    own_server: RunningServer, monkeypatch: pytest.MonkeyPatch, wanted: list[int]
+) -> None:
+    """RL.W4: of a model's weights; tensors that are gathered one by one are begun with the first, and then finished."""
+    before, old, asked = ids_of(own_server), load_file(TINY / "model.safetensors"), list[str]()
+    begin = sender_module._Server._begin
+
+    def note(server: sender_module._Server, name: str, body: Mapping[str, Any]) -> Callable[[], bytes]:
+        asked.append(name)
+        return begin(server, name, body)
+
+    monkeypatch.setattr(sender_module._Server, "_begin", note)
+    with contextlib.closing(Sender(own_server.url, "gloo")) as sender:
+        sender.send({name: weight * 1.25 for name, weight in old.items()}, "next")
+        assert ids_of(own_server) == wanted and asked == ["init_weight_transfer_engine", "update_weights"]
+        asked.clear()
+        sender.send(iter(old.items()), "last")
+        assert ids_of(own_server) == before and asked == ["update_weights", "finish_weight_update"]
+        asked.clear()
+        nothing: tuple[Any, ...] = ({}, iter(()))
+        for each in nothing:
+            with pytest.raises(WeightUpdateError, match="expected tensors, got none"):
+                sender.send(each, "no")
+        assert not asked
+    assert own_server.get("/get_weight_version").json() == {"weight_version": "last"}
+    post(own_server, "/update_weights_from_disk", {"model_path": str(TINY)})
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,11 @@ class WeightMethods(abc.ABC):
     def update_weights(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Receive tensors: `{"update_info": {"names", "dtype_names", "shapes", ...}}`, with the checkpoint's names.
 
-        Beside it may stand "session", the name that the start gave. Other threads' requests go on meanwhile.
-        Returns {"num_tensors", "num_bytes"}. Whatever it raises, the update is over: the old weights serve on, unless a
-        transport had begun to overwrite them.
+        Beside it may stand "session", the name that the start gave. Where these are the first tensors, or the last,
+        "start" and "finish" may be the arguments of `start_weight_update`, which then gives the name that "session"
+        says, and of `finish_weight_update`, whose answer is among the rest: one call is a whole update. Other threads'
+        requests go on meanwhile. Returns {"num_tensors", "num_bytes"}. Whatever it raises, the update is over: the old
+        weights serve on, unless a transport had begun to overwrite them.
         """
         return dict(result_of(self._ask_core("update_weights", told("update_info", request))))
 

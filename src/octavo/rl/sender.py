@@ -32,6 +32,7 @@ from octavo.ops.copying import copy_alone
 from octavo.rl.plan import DTYPES, Incoming, pattern_of
 from octavo.rl.session import WeightConflictError, WeightTransferError, WeightUpdateError
 from octavo.rl.transport import BUFFER_BYTES, TIMEOUT, buffers
+from octavo.rl.transport.extent import Rooms
 from octavo.rl.transport.gloo import make_gloo
 from octavo.rl.transport.group import Group, place_of
 from octavo.rl.transport.ipc import handle_of
@@ -149,12 +150,14 @@ class Sender:
         self._backend, self._timeout = backend, timeout
         self._address, self._size = address, num_workers + 1
         self._group: Group | None = None
-        self._shared = SharedBuffer()
+        self._shared, self._rooms = SharedBuffer(), Rooms()
+        self._told: dict[str, Any] = {}  # of the last tensors of the group
         self._place = ""  # of the group, by which the engine knows whose an update is
         self._has_met = backend == "local"
-        self._session: str | None = None  # what the engine calls the update that is open
-        self._opening: Callable[[], str | None] | None = None  # what waits for that, until `_open` has
-        self._is_open = False
+        self._session: str | None = None  # the name of the update that is open
+        self._is_open = self._is_finished = False
+        self._begin: dict[str, Any] | None = None  # what the first message says of the update's start, to a server
+        self._finish: dict[str, Any] | None = None  # and the last one of its end, if it is known to be that
         self._dtypes: dict[str, torch.dtype] = {}  # what the engine rounds to, by pattern
 
     def send(
@@ -172,25 +175,33 @@ class Sender:
         if not self._has_met:
             self._meet()
             self._has_met = True
-        self._start(on_running)
+        self._begin = self._finish = None
+        self._is_open = self._is_finished = False
+        if isinstance(self._engine, _Server):  # each call costs a millisecond there
+            self._session, self._begin = secrets.token_hex(8), {"on_running": on_running}
+            if isinstance(source, WeightSource | nn.Module | Mapping):
+                self._finish = {"weight_version": version}
+        else:
+            self._session, self._is_open = self._engine.start_weight_update(on_running=on_running), True
         try:
             for part in _sources(source):
-                getattr(self, f"_send_{self._backend}")(part.rounded(self._dtypes))
-            self._open()
+                if part.tensors:
+                    getattr(self, f"_send_{self._backend}")(part.rounded(self._dtypes))
+            if self._begin is not None:
+                raise WeightUpdateError("expected tensors, got none")
         except BaseException:
-            with contextlib.suppress(WeightUpdateError, OSError):  # it is over already where the engine refused
-                self._open()
-                if self._is_open:
-                    self._engine.abort_weight_update(session=self._session)
             if self._is_open:  # else nothing was sent
+                with contextlib.suppress(WeightUpdateError, OSError):  # it is over already where the engine refused
+                    self._engine.abort_weight_update(session=self._session)
                 self.close()
             raise
-        self._engine.finish_weight_update(version, session=self._session)
+        if not self._is_finished:
+            self._engine.finish_weight_update(version, session=self._session)
 
     def close(self) -> None:
         """Leave the group, or take away the memory that was shared; the next `send` makes another."""
         self._shared.close()
-        group, self._group = self._group, None
+        group, self._group, self._rooms = self._group, None, Rooms()
         self._has_met = self._backend == "local"
         if group is not None:
             group.close()
@@ -204,7 +215,7 @@ class Sender:
         info = {"master_address": self._address, "master_port": store.port, "rank_offset": 1, "world_size": self._size}
         request = {"backend": self._backend, "init_info": info}
         with _Beside(lambda: self._read(self._engine.init_weight_transfer_engine(request))) as beside:
-            place = self._address, store.port
+            place, self._told = (self._address, store.port), {}
             self._group = Group(make, *place, 0, self._size, self._timeout, store=store, check=beside.check)
             self._place = place_of(*place)
 
@@ -217,17 +228,18 @@ class Sender:
         group, incoming = self._group, source.incoming
         assert group is not None, "`send` has met the others"
         device = "cuda" if self._backend == "nccl" else "cpu"
-        size = BUFFER_BYTES if self._backend == "nccl" else _GLOO_BYTES
+        size = BUFFER_BYTES if self._backend == "nccl" else _gloo_size(incoming)
         form = {"packed": True, "packed_buffer_size_bytes": size, "group": self._place}
-        message, parts = {"update_info": {**told(incoming), **form}}, list(buffers(incoming, size))
-        ready = [_packed(source, parts[0], device)] if self._opening and parts else []  # while the engine answers
-        with _Beside(self._updating(message)) as beside:
+        names, parts = told(incoming), list(buffers(incoming, size))
+        is_known, self._told = names == self._told, names  # the engine's end of a group remembers the last ones
+        message = {"update_info": {**(dict.fromkeys(names, ()) if is_known else names), **form}}
+        with _Beside(self._updating(message, is_last=True)) as beside:
             group.check = beside.check  # what the engine refuses is heard while the group waits
             sent: collections.deque[Callable[[], None]] = collections.deque()
             ahead = _GLOO_AHEAD if self._backend == "gloo" else 0  # on a device one buffer is enough
             for part in parts:
+                packed = _packed(source, part, device, self._rooms)
                 beside.check()
-                packed = ready.pop() if ready else _packed(source, part, device)
                 sent.append(group.begin_broadcast(packed, part[0].name, self._timeout, len(sent)))
                 while len(sent) > (ahead if packed.numel() <= 2 * size else min(ahead, 1)):
                     sent.popleft()()
@@ -237,60 +249,54 @@ class Sender:
 
     _send_gloo = _send_nccl = _send_group
 
-    def _start(self, on_running: str) -> None:
-        """Ask the engine for an update; a server answers `_open`."""
-        self._session, self._is_open, self._opening = None, False, None
+    def _updating(self, message: Mapping[str, Any], *, is_last: bool) -> Callable[[], object]:
+        """Tell of tensors that come, in this update and no other; what waits until they are there.
+
+        is_last: of a source. A server is told by now, and another engine by who waits.
+        """
+        start, self._begin, finish = self._begin, None, self._finish if is_last else None
+        more = {"session": self._session, "start": start, "finish": finish}
+        request = {**message, **{key: value for key, value in more.items() if value is not None}}
+        self._is_open = True
         if isinstance(self._engine, _Server):
-            self._opening = self._engine.begin_start(on_running)
+            update = self._engine.begin_update(request)
         else:
-            self._session, self._is_open = self._engine.start_weight_update(on_running=on_running), True
+            update = functools.partial(self._engine.update_weights, request)
 
-    def _open(self) -> str | None:
-        """Wait until the update is open; its name. Raises what the engine refuses."""
-        if self._opening is not None:
-            opening, self._opening = self._opening, None
-            self._session, self._is_open = opening(), True
-        return self._session
+        def wait() -> None:
+            update()
+            self._is_finished = finish is not None
 
-    def _updating(self, message: Mapping[str, Any]) -> Callable[[], object]:
-        """What tells of tensors that come, in this update and no other, and waits; a server is told by now."""
-        request = {**message, "session": self._open()}
-        if isinstance(self._engine, _Server):
-            return self._engine.begin_update(request)
-        return lambda: self._engine.update_weights(request)
-
-    def _update(self, message: Mapping[str, Any]) -> None:
-        """Tell of tensors, and wait until they are there."""
-        self._updating(message)()
+        return wait
 
     def _send_local(self, source: WeightSource) -> None:
-        for part in buffers(source.incoming, BUFFER_BYTES):
+        for part, is_last in _parts(source):
             with Handed({each.name: source.gather(each.name) for each in part}) as update_info:
-                self._update({"update_info": update_info})
+                self._updating({"update_info": update_info}, is_last=is_last)()
 
     def _send_disk(self, source: WeightSource) -> None:
-        for part in buffers(source.incoming, BUFFER_BYTES):
+        for part, is_last in _parts(source):
             path = self._folder / f"{PREFIX}{secrets.token_hex(16)}"
             path.mkdir()
             try:
                 tensors = {each.name: source.gather(each.name).cpu() for each in part}
                 save_file(tensors, path / "model.safetensors")
                 del tensors
-                self._update({"update_info": {"path": str(path)}})
+                self._updating({"update_info": {"path": str(path)}}, is_last=is_last)()
             finally:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _send_shm(self, source: WeightSource) -> None:
-        for part in buffers(source.incoming, BUFFER_BYTES):
+        for part, is_last in _parts(source):
             _gather(source, part, self._shared.take(sum(each.num_bytes for each in part)))
-            self._update({"update_info": {**told(part), "shm_name": self._shared.name}})
+            self._updating({"update_info": {**told(part), "shm_name": self._shared.name}}, is_last=is_last)()
             self._shared.let_go()
 
     def _send_ipc(self, source: WeightSource) -> None:
-        for part in buffers(source.incoming, BUFFER_BYTES):
+        for part, is_last in _parts(source):
             buffer = _packed(source, part, "cuda")
             torch.cuda.current_stream().synchronize()
-            self._update({"update_info": {**told(part), "ipc_handle": handle_of(buffer)}})
+            self._updating({"update_info": {**told(part), "ipc_handle": handle_of(buffer)}}, is_last=is_last)()
 
 
 def _folder_of(backend: str, folder: str | os.PathLike[str] | None) -> Path:
@@ -329,10 +335,25 @@ def _sources(
         yield WeightSource(part)
 
 
-def _packed(source: WeightSource, part: list[Incoming], device: str) -> torch.Tensor:
+def _gloo_size(incoming: list[Incoming]) -> int:
+    """Of buffers of about _GLOO_BYTES of which none is a small rest: each costs its two ends their time."""
+    total = sum(each.num_bytes for each in incoming)
+    return total // max(round(total / _GLOO_BYTES), 1)
+
+
+def _parts(source: WeightSource) -> Iterator[tuple[list[Incoming], bool]]:
+    """A source's tensors by buffers; whether one is the last."""
+    parts = list(buffers(source.incoming, BUFFER_BYTES))
+    yield from ((part, part is parts[-1]) for part in parts)
+
+
+def _packed(source: WeightSource, part: list[Incoming], device: str, rooms: Rooms | None = None) -> torch.Tensor:
+    """rooms: of a CPU's buffers: new ones would fault at each page."""
     if len(part) == 1:
         return _bytes(source.gather(part[0].name)).to(device)
-    return _gather(source, part, torch.empty(sum(each.num_bytes for each in part), dtype=torch.uint8, device=device))
+    size = sum(each.num_bytes for each in part)
+    packed = rooms.take(size, 0) if rooms and device == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+    return _gather(source, part, packed)
 
 
 def _gather(source: WeightSource, part: list[Incoming], packed: torch.Tensor) -> torch.Tensor:
@@ -375,32 +396,40 @@ class _Beside:
         self.check()
 
 
+class _Plain(http.client.HTTPConnection):
+    """A connection that sends a request's head and body together: whoever reads it wakes once."""
+
+    _said = b""
+
+    def send(self, data: Any) -> None:
+        """Keep it until `flush`."""
+        self._said += data
+
+    def flush(self) -> None:
+        """Send what was kept."""
+        said, self._said = self._said, b""
+        super().send(said)
+
+
+class _Secure(_Plain, http.client.HTTPSConnection):
+    """The same over TLS."""
+
+
 class _Server:
     """The calls of an LLM, by a server's routes."""
 
     def __init__(self, url: str, admin_key: str | None, timeout: float) -> None:
         parts = urllib.parse.urlsplit(url.rstrip("/"))
-        kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+        kinds = {"http": _Plain, "https": _Secure}
         if parts.scheme not in kinds or not parts.netloc:
             raise WeightUpdateError(f"the address of a server begins with http:// or https://, got {url[:200]!r}")
         self._url, self._path, self._key = url.rstrip("/"), parts.path, admin_key
         self._connect = functools.partial(kinds[parts.scheme], parts.netloc, timeout=2 * timeout)
-        self._idle: list[http.client.HTTPConnection] = []  # which the last calls have left
+        self._idle: list[_Plain] = []  # which the last calls have left
 
     def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(self._post("init_weight_transfer_engine", request))
         return found
-
-    def start_weight_update(self, *, on_running: str) -> str | None:
-        return self.begin_start(on_running)()
-
-    def update_weights(self, request: Mapping[str, Any]) -> None:
-        self.begin_update(request)()
-
-    def begin_start(self, on_running: str) -> Callable[[], str | None]:
-        """Ask for an update; what waits for its name."""
-        answer = self._begin("start_weight_update", {"on_running": on_running})
-        return lambda: json.loads(answer()).get("session")
 
     def begin_update(self, request: Mapping[str, Any]) -> Callable[[], object]:
         """Tell of tensors; what waits until they are there."""
@@ -424,6 +453,7 @@ class _Server:
         connection = self._connection()
         with self._telling(connection):
             connection.request("POST", f"{self._path}/{name}", json.dumps(told).encode(), headers)
+            connection.flush()
 
         def wait() -> bytes:
             with self._telling(connection):
@@ -439,7 +469,7 @@ class _Server:
         return wait
 
     @contextlib.contextmanager
-    def _telling(self, connection: http.client.HTTPConnection) -> Iterator[None]:
+    def _telling(self, connection: _Plain) -> Iterator[None]:
         """What goes wrong on a connection ends it, and is told."""
         try:
             yield
@@ -449,7 +479,7 @@ class _Server:
                 raise WeightTransferError(f"{self._url} does not answer: {error!r}") from None
             raise
 
-    def _connection(self) -> http.client.HTTPConnection:
+    def _connection(self) -> _Plain:
         """The one that the last call has left, if the server keeps it."""
         while self._idle:
             connection = _if_open(self._idle.pop())
@@ -458,7 +488,7 @@ class _Server:
         return self._connect()
 
 
-def _if_open(connection: http.client.HTTPConnection) -> http.client.HTTPConnection | None:
+def _if_open(connection: _Plain) -> _Plain | None:
     """The connection, unless its server has closed it: nothing is sent twice."""
     if connection.sock is not None:
         poll = select.poll()  # select() refuses files with high numbers

@@ -27,7 +27,6 @@ _LOG = logging.getLogger(__name__)
 DEFAULT_VERSION = "default"  # before the first update, as other engines call it
 ON_RUNNING = ("recompute", "keep_kv", "abort")
 HOLD_TIMEOUT = 60.0  # seconds between two messages of a session that holds the steps, or stands in another's way
-_GONE = "its trainer has gone: the connection to it was closed, and tensors are missing"
 _LOOK_SECONDS = 1.0  # between two looks at whether a trainer is there
 _NUM_OVER = 16  # sessions whose end is remembered
 MAX_VERSION = 256  # characters of a version
@@ -76,14 +75,6 @@ class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which session a move is for."""
 
     session: str | None = None  # the name that its start gave; None: the one that is open
-
-
-class Update(msgspec.Struct, frozen=True):
-    """Tensors that come now, in this order; what else it says is the transport's to read."""
-
-    names: list[str] = []
-    dtype_names: list[str] = []
-    shapes: list[list[int]] = []
 
 
 class Finish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -193,8 +184,10 @@ class WeightUpdates:
             "init_weight_transfer_engine": self._answering(self._init, dict[str, Any], after=self._before_init),
             "shutdown_weight_transfer_engine": self._answering(lambda _: self._shutdown(), after=self._before_shutdown),
             "start_weight_update": self._answering(self._open, Start, after=lambda _: not self.is_open),
-            "update_weights": self._answering(self._receive, dict[str, Any], after=_always),
-            "finish_weight_update": self._answering(self._finish, Finish, after=_always),
+            "update_weights": self._answering(
+                self._receive, dict[str, Any], after=lambda info: not (self.is_open and info.get("start"))
+            ),
+            "finish_weight_update": self._answering(self._finish, Finish, after=lambda _: True),
             "abort_weight_update": self._answering(self._abort, Session, after=self._before_abort),
             "update_weight_version": self._answering(self._set_version, str),
             "weight_checksums": self._answering(lambda _: self._checksums()),
@@ -227,7 +220,7 @@ class WeightUpdates:
     def _look(self) -> None:
         self._looked = self._clock()
         if any(self._core.ask_workers("weights_peer_is_gone", bool)):
-            self._fail(_GONE)
+            self._fail("its trainer has gone: the connection to it was closed, and tensors are missing")
 
     def _answering(
         self, move: Callable[[Any], Any], request: Any = None, *, after: Callable[[Any], bool] | None = None
@@ -292,7 +285,7 @@ class WeightUpdates:
             self._fail("shutdown_weight_transfer_engine came")
         self._core.ask_workers("weights_shutdown", type(None))
 
-    def _open(self, start: Start) -> dict[str, str]:
+    def _open(self, start: Start, name: object = None) -> dict[str, str]:
         self._make_room("start_weight_update")
         _check_on_running(start.on_running)
         if not start.is_checkpoint_format:
@@ -305,12 +298,17 @@ class WeightUpdates:
         _LOG.info("an update of the weights begins: %s; weights %r serve", start, self.version)
         self._start, self._began = start, self._clock()
         self._last = self._looked = self._began
-        self.state, self._session = State.OPEN, secrets.token_hex(8)
+        self.state, self._session = State.OPEN, str(name or secrets.token_hex(8))
         return {"session": self._session}
 
     def _receive(self, info: dict[str, Any]) -> Waiting:
-        self._need_open("update_weights", info.get("session"))
+        start = msgspec.convert(info.get("start"), Start | None)  # of an update that begins with these tensors
+        if start is None:
+            self._need_open("update_weights", info.get("session"))
+        else:
+            self._open(start, info.get("session"))
         try:
+            finish = msgspec.convert(info.get("finish"), Finish | None)  # of one that ends with them
             ways = self._core.ask_workers("weights_expect", Way, info)
             if self.state is State.OPEN and any(way.overwrites for way in ways):
                 self.state = State.HELD
@@ -328,13 +326,18 @@ class WeightUpdates:
             self.state = State.OPEN
             self._core.release_weights()
         self.stats.num_received_tensors += received[0].num_tensors
-        self.stats.num_received_bytes += sum(each.num_bytes for each in received)
-        seconds = max(each.seconds for each in received)
+        num_bytes, seconds = sum(each.num_bytes for each in received), max(each.seconds for each in received)
+        self.stats.num_received_bytes += num_bytes
         self.stats.receive_seconds += seconds
         before = self.stats.received_by.get(received[0].backend, (0, 0.0))
-        num_bytes = sum(each.num_bytes for each in received)
         self.stats.received_by[received[0].backend] = before[0] + num_bytes, before[1] + seconds
-        return {"num_tensors": received[0].num_tensors, "num_bytes": received[0].num_bytes}
+        came = {"num_tensors": received[0].num_tensors, "num_bytes": received[0].num_bytes}
+        try:
+            return came if finish is None else came | self._finish(finish)
+        except WeightUpdateError as error:
+            if self.is_open:
+                self._fail(str(error))
+            raise
 
     def _finish(self, finish: Finish) -> dict[str, Any]:
         self._need_open("finish_weight_update", finish.session)
@@ -484,10 +487,6 @@ def result_of(answer: bytes) -> Any:
     if "error" in told:
         raise ERRORS[told["error"]](told["text"])
     return told["result"]
-
-
-def _always(_: object) -> bool:
-    return True
 
 
 def _check_version(version: str) -> None:

@@ -91,6 +91,7 @@ class EngineProcess:
         self._stopping = False
         self._is_answering = False  # a call, or what one has begun, which has a deadline of its own, and no step
         self._told_weights = (0, "")  # updates and label, as every front end knows them that has an answer
+        self._is_idle = False  # and the front end was told so
         self._num_turns = 0
         self._num_bad_frames = 0
         self._num_unknown_aborts = 0
@@ -137,9 +138,12 @@ class EngineProcess:
 
     def send(self, message: FromEngine) -> None:
         """One frame, from any thread. Waits while the front end does not read."""
-        frame = encode(message)
+        self._send_frames(encode(message))
+
+    def _send_frames(self, frames: bytearray) -> None:
+        """What goes together wakes the front end once."""
         with self._send_lock:
-            self._connection.sendall(frame)
+            self._connection.sendall(frames)
 
     def _first_message(self) -> Start:
         while True:
@@ -155,21 +159,21 @@ class EngineProcess:
     def _loop(self, client: InProcessClient) -> None:
         core = client.core
         core.weights.moves.on_news = self._wake.set
-        idle = False
         while not self._stopping:
             self._wake.clear()
             if core.weights.moves.is_busy or core.weights.is_open or self._withdrawn:
                 self._look_after(core)
             if not (core.has_unfinished or self._calls):
-                if not idle:
-                    idle = True
+                if not self._is_idle:
+                    self._is_idle = True
                     self._send_heartbeat(client)
                 if not self._stopping and not core.capture_next():
                     self._wake.wait(_LOOK_SECONDS if core.weights.is_open else None)
                 continue
-            idle = False
             calls = [self._calls.popleft() for _ in range(len(self._calls))]
+            has_work = core.has_unfinished
             updates = core.step()
+            self._is_idle = self._is_idle and not (has_work or updates)  # a call's answer says how the engine stands
             self._num_turns += 1
             if updates:
                 self._sequences.difference_update(u.request_id for u in updates if u.finish_reason is not None)
@@ -206,24 +210,15 @@ class EngineProcess:
     def _tell(self, call: Call, answer: Future[bytes]) -> None:
         """Send what came of a call; ahead of it, what it made of the weights: this process may end behind it."""
         assert self._client is not None, "calls are answered once the core is there"
-        weights = self._client.core.weights
-        if self._told_weights != (now := (weights.stats.num_updates, weights.version)):
-            self._told_weights = now
-            self._send_heartbeat(self._client)
+        core = self._client.core
         self._answers.pop(call.call_id, None)
         self._withdrawn.discard(call.call_id)
-        if answer.cancelled():
-            self.send(CallDone(call.call_id, error=WITHDRAWN))
-            return
-        try:
-            self.send(CallDone(call.call_id, answer.result()))
-        except OSError:
-            raise
-        except Exception as error:
-            is_users = isinstance(error, ValueError)
-            text = str(error) if is_users else _describe(error)
-            _LOG.error("call %s failed: %s", call.name, text)
-            self.send(CallDone(call.call_id, error=text[:MAX_TEXT], is_users=is_users))
+        now = core.weights.stats.num_updates, core.weights.version
+        if self._told_weights != now or not core.has_unfinished:
+            self._told_weights = now
+            self._send_heartbeat(self._client, _done(call, answer))
+        else:
+            self._send_frames(_done(call, answer))
 
     def _withdraw(self) -> None:
         """Let go of calls whose clients have left; those that were answered meanwhile are not known here."""
@@ -272,13 +267,14 @@ class EngineProcess:
             self._send_heartbeat(self._client)
             pause.wait(HEARTBEAT_SECONDS)
 
-    def _send_heartbeat(self, client: InProcessClient) -> None:
+    def _send_heartbeat(self, client: InProcessClient, behind: bytearray | bytes = b"") -> None:
+        """behind: frames that go with it."""
         own = {"num_bad_frames": self._num_bad_frames, "num_unknown_aborts": self._num_unknown_aborts}
         with self._beat_lock:  # none comes behind one that knows more
             is_busy = client.core.has_unfinished and not self._is_answering
             message = Heartbeat(self._num_turns, is_busy, msgspec.structs.replace(client.stats, **own))
             try:
-                self.send(message)
+                self._send_frames(encode(message) + behind)
             except OSError:
                 _exit(0)
 
@@ -393,6 +389,19 @@ def _exit(code: int) -> NoReturn:
     """At once, from any thread: there is nothing to clean up that the kernel does not."""
     sys.stderr.flush()
     os._exit(code)
+
+
+def _done(call: Call, answer: Future[bytes]) -> bytearray:
+    """The frame of what came of a call."""
+    if answer.cancelled():
+        return encode(CallDone(call.call_id, error=WITHDRAWN))
+    try:
+        return encode(CallDone(call.call_id, answer.result()))
+    except Exception as error:
+        is_users = isinstance(error, ValueError)
+        text = str(error) if is_users else _describe(error)
+        _LOG.error("call %s failed: %s", call.name, text)
+        return encode(CallDone(call.call_id, error=text[:MAX_TEXT], is_users=is_users))
 
 
 def _describe(error: BaseException) -> str:

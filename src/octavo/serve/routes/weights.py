@@ -47,18 +47,25 @@ class Start(msgspec.Struct, kw_only=True):
     is_checkpoint_format: bool = True
 
 
+class Ending(msgspec.Struct, kw_only=True):
+    """How an update is finished."""
+
+    weight_version: str | None = None
+    on_running: str | None = None
+
+
 class Update(msgspec.Struct, kw_only=True):
     """POST /update_weights."""
 
     update_info: dict[str, Any] | list[dict[str, Any]] = {}  # a list: one for each worker
-    session: str | None = None  # the name that the start gave
+    session: str | None = None  # the name that the start gave; of an update that begins here, the name that it gets
+    start: Start | None = None  # it begins with these tensors: no /start_weight_update went before
+    finish: Ending | None = None  # it ends with them: no /finish_weight_update follows
 
 
-class Finish(msgspec.Struct, kw_only=True):
+class Finish(Ending, kw_only=True):
     """POST /finish_weight_update."""
 
-    weight_version: str | None = None
-    on_running: str | None = None
     session: str | None = None
 
 
@@ -157,7 +164,10 @@ async def update(state: ServeState, exchange: Exchange) -> None:
     for part in parts:
         warnings += [each for each in _unknown(state, part, "update_info", _UPDATE_INFO) if each not in warnings]
     async with updating(state, "update"):
-        request = {"update_info": options.update_info, "session": options.session}
+        request: dict[str, Any] = {"update_info": options.update_info, "session": options.session}
+        for name, end in (("start", options.start), ("finish", options.finish)):
+            if end is not None:
+                request[name] = msgspec.structs.asdict(end)
         received = await state.engine.update_weights(request)
     await exchange.reply_json(told({"message": "Weights updated", **received}, warnings))
 
