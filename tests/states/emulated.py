@@ -61,7 +61,9 @@ def emulated(blocks: int) -> Iterator[list[str]]:
 
     def walk(told: delta_prompts.Told, num_rows: int, own: dict[str, int | str], _: torch.device) -> None:
         launches.append("delta_prompts")
-        _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), num_rows * int(own["HEADS"]), 256)
+        groups = int(own["GROUPS"])
+        blocks = num_rows * int(own["HEADS"]) * 2 // groups
+        _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), blocks, 128 * groups)
 
     shared = {"serves": loading.fits, "is_loaded": lambda macros, device: True}
     with (

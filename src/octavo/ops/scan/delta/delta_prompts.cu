@@ -1,16 +1,20 @@
 // The gated delta rule over prompts from a border on: chunks walked one behind the other. Told of by delta_prompts.py.
 //
-// A block has a row and a head; a warp 16 of its channels, whose state it holds in registers, transposed: [channels,
-// keys]. So are all products: what one gives, as the matrix unit lays it, is what the next takes for its first operand.
-// From k S to T's, M's, f's and the next state's no lane waits for another's numbers. Second operands are a chunk's keys,
-// queries, M, f and T in shared memory, which come by asynchronous copies while the chunk before is computed.
+// A block has a row and 64 * GROUPS channels of a head; a warp 16 of them, whose state it holds in registers, transposed:
+// [channels, keys]. So are all products: what one gives, as the matrix unit lays it, is what the next takes for its first
+// operand. From k S to T's, M's, f's and the next state's no lane waits for another's numbers. Second operands are a
+// chunk's keys, queries, M, f and T in shared memory, which come by asynchronous copies while the chunk before is
+// computed. Products of all 64 tokens are a warp group's, which reads an operand once for its four warps; those of M and
+// T, between which a block of 16 tokens waits for the one before it, are a warp's.
 //
 // Invariant: the operations on a channel are those of `delta_walk`, in the same order; where that multiplies by zeros,
-// they are left out.
+// they may be left out.
 
 #define CHUNK 64
 #define SIZE 128  // of a head's keys, and of its values
-#define THREADS 256
+#define THREADS (128 * GROUPS)
+#define CHANNELS (64 * GROUPS)
+#define PARTS (SIZE / CHANNELS)  // blocks of a head
 
 // Constants of a tensor that is kept: see `octavo.ops.scan.kept.Form`.
 struct Form {
@@ -32,18 +36,20 @@ struct Told {
     int state_columns, input_columns, state_first, input_first;
 };
 
-// In shared memory: two chunks' operands, then weighted keys of one.
-#define PITCH 272    // of keys, queries and values
-#define M_PITCH 144  // of M and f
+// In shared memory: two chunks' operands, then weighted keys of one. Keys and queries are two tiles of 64 channels, f is
+// one: see `in_tile`.
+#define TILE (CHUNK * 128)
+#define QUERIES (2 * TILE)
+#define OWN_F (4 * TILE)
+#define OWN_VALUES (5 * TILE)
+#define PITCH (2 * CHANNELS + 16)  // of values
+#define OWN_M (OWN_VALUES + CHUNK * PITCH)
+#define M_PITCH 144
+#define OWN_T (OWN_M + CHUNK * M_PITCH)
 #define T_PITCH 96
-#define QUERIES (CHUNK * PITCH)
-#define OWN_VALUES (2 * CHUNK * PITCH)
-#define OWN_M (3 * CHUNK * PITCH)
-#define OWN_F (OWN_M + CHUNK * M_PITCH)
-#define OWN_T (OWN_F + CHUNK * M_PITCH)
 #define OWN_SUMS (OWN_T + CHUNK * T_PITCH)
 #define OWN_RATES (OWN_SUMS + CHUNK * 4)
-#define CHUNK_BYTES (OWN_RATES + CHUNK * 4)
+#define CHUNK_BYTES ((OWN_RATES + CHUNK * 4 + 1023) / 1024 * 1024)
 #define WEIGHTED (2 * CHUNK_BYTES)
 
 __device__ inline u64 place(const int* table, int first_part, int entry, int offset, int run, const Form& form, int& held) {
@@ -52,9 +58,12 @@ __device__ inline u64 place(const int* table, int first_part, int entry, int off
     return held * form.block + part % form.parts * form.part + line % form.lines * form.line + run % form.runs * (i64)SIZE;
 }
 
+// Of a tile, where 16 bytes of a line lie.
+__device__ inline u32 in_tile(u32 line, u32 part) { return line * 128 + (part ^ line % 8) * 16; }
+
 // A row's walk.
 struct Walk {
-    int token, end, computed, first_block, head, key_head;
+    int token, end, computed, first_block, head, key_head, channel;
     const int *states, *inputs;
 };
 
@@ -63,23 +72,32 @@ __device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to
     int left = walk.end - begin, token = walk.token + begin - walk.computed;
     i64 block = walk.first_block + (begin - walk.computed) / 16;
     u64 nowhere = (u64)told.query;
+#pragma unroll
     for (int i = thread(); i < CHUNK * 16; i += THREADS) {
-        int line = i / 16, part = i % 16;
+        int line = i / 8 % CHUNK, tile = i / (8 * CHUNK), part = i % 8;
         bool is_there = line < left;
-        i64 key = ((i64)(token + line) * KEY_HEADS + walk.key_head) * SIZE + part * 8;
-        i64 value = (token + line) * told.value_row + walk.head * SIZE + part * 8;
-        copy16(to + line * PITCH + part * 16, is_there ? (u64)(told.key + key) : nowhere, is_there ? 16 : 0);
-        copy16(to + QUERIES + line * PITCH + part * 16, is_there ? (u64)(told.query + key) : nowhere, is_there ? 16 : 0);
-        copy16(to + OWN_VALUES + line * PITCH + part * 16, is_there ? (u64)(told.value + value) : nowhere, is_there ? 16 : 0);
+        i64 key = ((i64)(token + line) * KEY_HEADS + walk.key_head) * SIZE + tile * 64 + part * 8;
+        u32 at = to + tile * TILE + in_tile(line, part);
+        copy16(at, is_there ? (u64)(told.key + key) : nowhere, is_there ? 16 : 0);
+        copy16(at + QUERIES, is_there ? (u64)(told.query + key) : nowhere, is_there ? 16 : 0);
     }
+#pragma unroll
     for (int i = thread(); i < CHUNK * 8; i += THREADS) {
-        int line = i / 8, part = i % 8;
-        bool is_made = line / 16 * 16 < left;
-        i64 at = ((block + line / 16) * HEADS + walk.head) * 16 + line % 16;
-        copy16(to + OWN_M + line * M_PITCH + part * 16, is_made ? (u64)(told.before + at * 64 + part * 8) : nowhere, is_made ? 16 : 0);
-        copy16(to + OWN_F + line * M_PITCH + part * 16, is_made ? (u64)(told.factor + at * 64 + part * 8) : nowhere, is_made ? 16 : 0);
+        int line = i / 8, part = i % 8, block_line = line / 16;
+        bool is_made = block_line * 16 < left, is_f = is_made && part / 2 <= block_line;
+        i64 at = ((block + block_line) * HEADS + walk.head) * 16 + line % 16;
+        copy16(to + OWN_F + in_tile(line, part), is_f ? (u64)(told.factor + at * 64 + part * 8) : nowhere, is_f ? 16 : 0);
+        if (part / 2 < block_line)
+            copy16(to + OWN_M + line * M_PITCH + part * 16, is_made ? (u64)(told.before + at * 64 + part * 8) : nowhere, is_made ? 16 : 0);
         if (part < 4)
             copy16(to + OWN_T + line * T_PITCH + part * 16, is_made ? (u64)(told.inverse + at * 16 + part * 4) : nowhere, is_made ? 16 : 0);
+    }
+#pragma unroll
+    for (int i = thread(); i < CHUNK * CHANNELS / 8; i += THREADS) {
+        int line = i / (CHANNELS / 8), part = i % (CHANNELS / 8);
+        bool is_there = line < left;
+        i64 value = (token + line) * told.value_row + walk.channel + part * 8;
+        copy16(to + OWN_VALUES + line * PITCH + part * 16, is_there ? (u64)(told.value + value) : nowhere, is_there ? 16 : 0);
     }
     if (thread() < 2 * CHUNK) {
         int line = thread() % CHUNK;
@@ -97,10 +115,10 @@ __device__ inline void keep(const Told& told, const Walk& walk, int from) {
         int at = from + i / 16, channel = i % 16 * 8, held;
         i64 token = walk.token + at - walk.computed;
         u64 goal = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, values, held);
-        if (held > 0)
-            write((u64)(told.value_kept + goal + walk.head * SIZE + channel),
-                  read((u64)(told.value + token * told.value_row + walk.head * SIZE + channel)));
-        if (walk.head % (HEADS / KEY_HEADS)) continue;  // another's
+        if (held > 0 && channel < CHANNELS)
+            write((u64)(told.value_kept + goal + walk.channel + channel),
+                  read((u64)(told.value + token * told.value_row + walk.channel + channel)));
+        if (walk.channel % (HEADS / KEY_HEADS * SIZE)) continue;  // another's
         goal = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, keys, held);
         if (held > 0)
             write((u64)(told.key_kept + goal + walk.key_head * SIZE + channel),
@@ -124,20 +142,21 @@ __device__ inline Two written(u32 low, u32 high, u32 lane) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __grid_constant__ Told told) {
     wait_for_before();
     constexpr Form states{STATE_FORM}, updates{UPDATE_FORM};
-    extern __shared__ __align__(128) unsigned char memory[];
+    extern __shared__ __align__(1024) unsigned char memory[];
     u32 base = (u32)__cvta_generic_to_shared(memory), warp = thread() / 32, lane = thread() % 32;
-    int row = block() / HEADS;
+    int row = block() / (HEADS * PARTS);
     Walk walk;
     walk.token = told.query_start[row], walk.end = told.seq_lens[row];
     walk.computed = walk.end - (told.query_start[row + 1] - walk.token);
     if (walk.computed >= walk.end || walk.computed < 0 || walk.computed % CHUNK) return;  // nothing, padding, another's
-    walk.head = block() % HEADS, walk.key_head = walk.head / (HEADS / KEY_HEADS);
+    walk.channel = block() % (HEADS * PARTS) * CHANNELS;
+    walk.head = walk.channel / SIZE, walk.key_head = walk.head / (HEADS / KEY_HEADS);
     walk.first_block = walk.token / 16 + 2 * row;
     walk.states = told.state_table + told.rows[row] * told.state_columns;
     walk.inputs = told.input_table + told.rows[row] * told.input_columns;
     int kept_from = max(walk.computed, (walk.end - 1) / CHUNK * CHUNK - CHUNK), held;
     ask(told, walk, walk.computed, base);
-    u32 channel = warp * 16 + lane / 4;  // and that + 8
+    u32 first = walk.channel % SIZE + warp * 16, channel = first + lane / 4;  // and that + 8
     float state[16][4];
     bool has_state = false;
     u64 source = 0;
@@ -157,41 +176,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
         u32 own = base + turn * CHUNK_BYTES;
         int left = walk.end - begin;
         arrived<0>();
+        seen_by_groups();
         together();  // the chunk is there, and nobody is behind
-        if (left > CHUNK) ask(told, walk, begin + CHUNK, base + (turn ^ 1) * CHUNK_BYTES);
-        float last = number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4));
-        {
-            u32 line = thread() / 4;
-            float weight = exponential(less(last, number(get(own + OWN_SUMS + line * 4))));
-#pragma unroll
-            for (u32 part = thread() % 4; part < 16; part += 4) {
-                Four key = get4(own + line * PITCH + part * 16);
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    key.x[i] = pack(times(widened(key.x[i] & 0xffff), weight), times(widened(key.x[i] >> 16), weight));
-                put4(base + WEIGHTED + line * PITCH + part * 16, key);
-            }
-        }
         Four rounded[8];
 #pragma unroll
         for (int step = 0; step < 8; ++step)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 rounded[step].x[i] = pack(state[2 * step + i / 2][i % 2 * 2], state[2 * step + i / 2][i % 2 * 2 + 1]);
+        float of_key[8][4] = {}, of_query[8][4] = {};
+        hold(rounded), hold(of_key), hold(of_query);
+        group_begin();
+#pragma unroll
+        for (int step = 0; step < 8; ++step) group_multiply(of_key, rounded[step], own + step / 4 * TILE + step % 4 * 32);
+        group_commit();
+#pragma unroll
+        for (int step = 0; step < 8; ++step)
+            group_multiply(of_query, rounded[step], own + QUERIES + step / 4 * TILE + step % 4 * 32);
+        group_commit();
+        if (left > CHUNK) ask(told, walk, begin + CHUNK, base + (turn ^ 1) * CHUNK_BYTES);
+        float last = number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4));
+#pragma unroll
+        for (int i = thread(); i < CHUNK * 16; i += THREADS) {
+            int line = i / 8 % CHUNK;
+            u32 at = i / (8 * CHUNK) * TILE + in_tile(line, i % 8);
+            float weight = exponential(less(last, number(get(own + OWN_SUMS + line * 4))));
+            Four key = get4(own + at);
+#pragma unroll
+            for (int part = 0; part < 4; ++part)
+                key.x[part] = pack(times(widened(key.x[part] & 0xffff), weight), times(widened(key.x[part] >> 16), weight));
+            put4(base + WEIGHTED + at, key);
+        }
+        seen_by_groups();
+        group_arrived<1>(of_key);
         Four update[4];
 #pragma unroll
         for (int block = 0; block < 4; ++block) {
-            float of_key[2][4] = {}, of_query[2][4] = {}, of_m[2][4] = {};
-#pragma unroll
-            for (int step = 0; step < 8; ++step) {
-                Four key = columns(own + block * 16 * PITCH + step * 32, PITCH, lane);
-                Four query = columns(own + QUERIES + block * 16 * PITCH + step * 32, PITCH, lane);
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    multiply(of_key[half], rounded[step], Two{{key.x[2 * half], key.x[2 * half + 1]}});
-                    multiply(of_query[half], rounded[step], Two{{query.x[2 * half], query.x[2 * half + 1]}});
-                }
-            }
+            float of_m[2][4] = {};
 #pragma unroll
             for (int other = 0; other < block; ++other) {
                 Four m = columns(own + OWN_M + block * 16 * M_PITCH + other * 32, M_PITCH, lane);
@@ -210,10 +231,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
                 for (int i = 0; i < 4; ++i) {
                     float begun = exponential(number(sums.x[i % 2]));
                     u32 word = values.x[2 * half + i / 2];
-                    float right = less(widened(i % 2 ? word >> 16 : word & 0xffff), times(begun, of_key[half][i]));
+                    float right = less(widened(i % 2 ? word >> 16 : word & 0xffff), times(begun, of_key[2 * block + half][i]));
                     float rest = less(times(number(rates.x[i % 2]), right), of_m[half][i]);
                     (i % 2 ? odd : even).x[half * 2 + i / 2] = bits_of(rest);
-                    of_query[half][i] = times(begun, of_query[half][i]);
                 }
             }
             float found[2][4] = {};
@@ -226,41 +246,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) update[block].x[i] = pack(found[i / 2][i % 2 * 2], found[i / 2][i % 2 * 2 + 1]);
-#pragma unroll
-            for (int other = 0; other <= block; ++other) {
-                Four f = columns(own + OWN_F + block * 16 * M_PITCH + other * 32, M_PITCH, lane);
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    multiply(of_query[half], update[other], Two{{f.x[2 * half], f.x[2 * half + 1]}});
-            }
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                int line = block * 16 + half * 8 + lane / 4;
-                u32 mine = warp * 16 + lane % 2 * 8 + lane % 4 / 2 * 4;
-                Two result = written(pack(of_query[half][0], of_query[half][1]), pack(of_query[half][2], of_query[half][3]), lane);
-                i64 token = walk.token + begin - walk.computed + line;
-                if (line < left) write2((u64)(told.out + (token * HEADS + walk.head) * SIZE + mine), result);
-                if (begin < kept_from) continue;
-                Two kept = written(update[block].x[2 * half], update[block].x[2 * half + 1], lane);
-                if (line >= left) continue;
-                u64 goal = place(walk.inputs, told.input_first, (begin + line) / BLOCK, (begin + line) % BLOCK, 0, updates, held);
-                if (held > 0) write2((u64)(told.update_kept + goal + walk.head * SIZE + mine), kept);
-            }
         }
         together();  // weighted keys are there
+        group_arrived<0>(of_query);
         float decay = exponential(last);
 #pragma unroll
         for (int j = 0; j < 16; ++j)
 #pragma unroll
             for (int i = 0; i < 4; ++i) state[j][i] = times(decay, state[j][i]);
 #pragma unroll
-        for (int step = 0; step < 4; ++step)
+        for (int j = 0; j < 8; ++j) {
+            Two sums = get2(own + OWN_SUMS + (j * 8 + lane % 4 * 2) * 4);
 #pragma unroll
-            for (int pair = 0; pair < 8; ++pair) {
-                Four keys = square_turned(base + WEIGHTED + (step * 16 + lane % 16) * PITCH + pair * 32 + lane / 16 * 16);
-                multiply(state[2 * pair], update[step], Two{{keys.x[0], keys.x[1]}});
-                multiply(state[2 * pair + 1], update[step], Two{{keys.x[2], keys.x[3]}});
+            for (int i = 0; i < 4; ++i) of_query[j][i] = times(exponential(number(sums.x[i % 2])), of_query[j][i]);
+        }
+        hold(update), hold(of_query), hold(state);
+        group_begin();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) group_multiply(of_query, update[step], own + OWN_F + step * 32);
+        group_commit();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) group_multiply_turned(state, update[step], base + WEIGHTED + step * 2048, TILE);
+        group_commit();
+        group_arrived<1>(of_query);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            int line = j * 8 + lane / 4;
+            u32 mine = first + lane % 2 * 8 + lane % 4 / 2 * 4;
+            Two result = written(pack(of_query[j][0], of_query[j][1]), pack(of_query[j][2], of_query[j][3]), lane);
+            i64 token = walk.token + begin - walk.computed + line;
+            if (line < left) write2((u64)(told.out + (token * HEADS + walk.head) * SIZE + mine), result);
+            if (begin >= kept_from) {
+                Two kept = written(update[j / 2].x[j % 2 * 2], update[j / 2].x[j % 2 * 2 + 1], lane);
+                int at = begin + min(line, left - 1);
+                u64 goal = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, updates, held);
+                if (held > 0 && line < left) write2((u64)(told.update_kept + goal + walk.head * SIZE + mine), kept);
             }
+        }
+        group_arrived<0>(state);
         if (left < CHUNK) continue;
         u64 goal = place(walk.states, told.state_first, begin / CHUNK, 0, walk.head * SIZE, states, held);
         if (held <= 0) continue;

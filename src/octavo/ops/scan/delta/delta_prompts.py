@@ -7,13 +7,15 @@ a warp's registers, where Triton turns operands in shared memory between them. I
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
 from octavo.ops.scan.delta import loading
+from octavo.ops.scan.kept import Form
 
-serves, macros = loading.serves, loading.macros
-SHARED = 2 * (3 * 64 * 272 + 2 * 64 * 144 + 64 * 96 + 512) + 64 * 272
+serves = loading.serves
+GROUPS = 2  # warp groups of a block, each with 64 channels of a head
 
 
 class Told(ctypes.Structure):
@@ -31,11 +33,24 @@ class Told(ctypes.Structure):
     ]
 
 
+def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype: torch.dtype) -> dict[str, int | str]:
+    """The kernel's. forms: of what is kept."""
+    return {"GROUPS": GROUPS} | loading.macros(heads, block_size, forms, dtype)
+
+
+def shared_bytes(own: dict[str, int | str]) -> int:
+    """Of a block: two chunks' operands, and weighted keys of one."""
+    pitch = 128 * int(own["GROUPS"]) + 16
+    chunk = 5 * 64 * 128 + 64 * (pitch + 144 + 96) + 512
+    return 2 * (-(-chunk // 1024) * 1024) + 2 * 64 * 128
+
+
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
     """Whether the kernel is there: see `loading`."""
-    return loading.is_found("delta_prompts", SHARED, own, device)
+    return loading.is_found("delta_prompts", shared_bytes(own), own, device)
 
 
 def launch(told: Told, num_rows: int, own: dict[str, int | str], device: torch.device) -> None:
     """Run it. Ask `is_loaded` first."""
-    loading.run("delta_prompts", told, num_rows * int(own["HEADS"]), 256, SHARED, own, device)
+    blocks = num_rows * int(own["HEADS"]) * 2 // int(own["GROUPS"])
+    loading.run("delta_prompts", told, blocks, 128 * int(own["GROUPS"]), shared_bytes(own), own, device)
