@@ -1,4 +1,4 @@
-"""`delta_step` and `delta_prompts` on a CPU: compiled by the system's compiler, with lanes.h for a GPU's instructions.
+"""The delta rule's kernels in CUDA C++ on a CPU: compiled by the system's compiler, with lanes.h for a GPU's instructions.
 
 Products of float32 take all its bits, as those of Triton's interpreter do.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.ops.scan.delta import delta_prompts, delta_step, loading
+from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step, loading
 from octavo.states import delta_gpu
 
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
@@ -65,10 +65,16 @@ def emulated(blocks: int) -> Iterator[list[str]]:
         blocks = num_rows * int(own["HEADS"]) * 2 // groups
         _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), blocks, 128 * groups)
 
+    def prepare(told: delta_prepare.Told, num_chunks: int, own: dict[str, int | str], _: torch.device) -> None:
+        launches.append("delta_prepare")
+        blocks = num_chunks * int(own["KEY_HEADS"])
+        _library("delta_prepare", tuple(own.items())).run(ctypes.byref(told), blocks, 256)
+
     shared = {"serves": loading.fits, "is_loaded": lambda macros, device: True}
     with (
         unittest.mock.patch.multiple(delta_step, launch=launch, **shared),
         unittest.mock.patch.multiple(delta_prompts, launch=walk, **shared),
+        unittest.mock.patch.multiple(delta_prepare, launch=prepare, **shared),
         unittest.mock.patch.object(delta_gpu, "_agrees", lambda *_: True),
     ):
         yield launches

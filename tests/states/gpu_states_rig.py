@@ -6,6 +6,7 @@ import functools
 import random
 import unittest.mock
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 
@@ -13,7 +14,7 @@ import state_rig as rig
 from emulated import COMPILER, emulated
 from octavo.layers.recurrent import GatedDeltaRule, ShortConvolution, state_spec
 from octavo.ops.scan import SHORT_CHUNK
-from octavo.ops.scan.delta import delta_prompts, delta_step
+from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step
 from octavo.rl.autograd import recurrent
 from octavo.rl.autograd.recurrent import DeltaSizes, gated_delta, short_conv
 from octavo.rl.pack import Pack
@@ -157,21 +158,24 @@ def one_kernel_decodes(heads: tuple[int, int], begins: Sequence[int], steps: int
         assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max()
 
 
-def one_kernel_walks() -> None:
-    """Prompts of the delta rule, a warp's lanes on a CPU, beside Triton's walk: from a state on, and an open chunk."""
+def prompts_in_cuda(*kernels: ModuleType) -> None:
+    """The delta rule's, a warp's lanes on a CPU, beside Triton's: from a state on, within a block, and an open chunk."""
     case = rig.CASES["delta"](torch.float16, 1, 2, 128, 128)
-    drawn = rig.draw_all(case, (150, 70))
+    drawn = rig.draw_all(case, (151, 70, 121))
     found = []
-    for copied in ((), (delta_prompts,)):
+    for copied in ((), kernels):
         own = unittest.mock.patch.multiple(delta_gpu, _COPIED=copied, _FEWEST_WALKS=1)
         with own, emulated(3) as launches:
             rows = rig.Rows(case, GpuStates(), drawn, block_size=64)
-            rows.compute({1: 70, 0: 64})
-            rows.compute({0: 86})
-        assert launches == ["delta_prompts"] * 2 * len(copied)
-        found.append([*rows.results, rows.own.states[0].data.nan_to_num(0, 0, 0).clamp(-99, 99)])
-    for one, other in zip(*found, strict=True):
-        assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max()
+            rows.compute({1: 70, 0: 64, 2: 21})
+            rows.padded = 1
+            rows.compute({2: 99, 0: 86})
+            rows.compute({0: 1, 2: 1})  # by what is kept
+        assert launches == [each.__name__.rpartition(".")[2] for each in copied] * 2
+        stores = [rows.own.states[0], *rows.own.kept_inputs[4:]]
+        found.append([*rows.results, *(store.data.float().nan_to_num(0, 0, 0).clamp(-99, 99) for store in stores)])
+    for place, (one, other) in enumerate(zip(*found, strict=True)):
+        assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max(), place
 
 
 def kernels_are_compared() -> None:
@@ -181,14 +185,18 @@ def kernels_are_compared() -> None:
     told = GpuStates()._tell(rows.own, "delta", ("state",), DELTA_INPUTS, (128, 128, 128, 128, 1, 1))
     runs = [functools.partial(delta_gpu.gated_delta, choose=lambda *_, own=each: own) for each in (False, True)]
     like = torch.empty(0, dtype=torch.float16)
-    for row, name in ((delta_check.PROMPT, "delta_prompts"), (delta_check.DECODED, "delta_step")):
+    for row, names in (
+        (delta_check.PROMPT, ["delta_prepare", "delta_prompts"]),
+        (delta_check.CONTINUED, ["delta_prepare", "delta_prompts"]),
+        (delta_check.DECODED, ["delta_step"]),
+    ):
         with emulated(3) as launches:
             found = delta_check.results(rows.own, told, case.part.operands, like, row, runs)
-        assert launches == [name], (launches, told.forms)
+        assert launches == names, (launches, told.forms)
         assert delta_check.agree([found[0], found[0]])
         assert not delta_check.agree([found[0], [each + 1 for each in found[0]]])
         for one, other in zip(*found, strict=True):
-            assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max(), (name, one.shape)
+            assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max(), (names, one.shape)
 
 
 def several_heads_decode() -> None:
@@ -200,12 +208,14 @@ def several_heads_decode() -> None:
 
 _DECODED = {f"{name} decodes": lambda name=name: check_decoding("cpu", name, torch.float32) for name in MAKERS}
 _ONE = (((1, 2), (63, 30, 15, 1), 3), ((1, 4), (66, 47), 1)) if COMPILER else ()
+_OF_PROMPTS = ((delta_prompts,), (delta_prepare, delta_prompts)) if COMPILER else ()
 INTERPRETED = (
     {name: lambda name=name: interpreted(name) for name in MAKERS}
     | _DECODED
     | {"a pack": packed_sequences, "mamba2 walks": walked, "delta streams": streamed}
     | {"mamba2 decodes several heads": several_heads_decode}
     | {f"{heads[1]} heads in one kernel": lambda own=(heads, *rest): one_kernel_decodes(*own) for heads, *rest in _ONE}
-    | ({"a walk in CUDA": one_kernel_walks, "kernels are compared": kernels_are_compared} if COMPILER else {})
+    | ({f"{len(each)} kernels for prompts": lambda each=each: prompts_in_cuda(*each) for each in _OF_PROMPTS})
+    | ({"kernels are compared": kernels_are_compared} if COMPILER else {})
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}
 )

@@ -18,7 +18,7 @@ from octavo.ops.compile import side_by_side, validation_cache
 from octavo.ops.compile.launch import chained
 from octavo.ops.compile.row_sum import padded_length
 from octavo.ops.scan import DeltaOperands
-from octavo.ops.scan.delta import delta_prompts, delta_step
+from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step
 from octavo.ops.scan.delta.decode_gpu import delta_decode, delta_ready
 from octavo.ops.scan.delta.scan_gpu import delta_advance, delta_blocks, delta_scan
 from octavo.ops.scan.delta.walk_gpu import delta_chunks, delta_walk
@@ -52,8 +52,13 @@ _STREAM_TILES, _STREAM_PROGRAMS, _STREAM_STAGES, _STREAM_REGISTERS = 4, 512, 2, 
 _READY_WARPS, _READY_REGISTERS = 2, 200
 # Kernels in CUDA C++ that run where they serve; rows' heads, of keys where they decode and else of values, with which
 # an H200 is busy enough for them: a block has one, of which Triton's programs have tiles.
-_COPIED: tuple[ModuleType, ...] = (delta_step, delta_prompts)
+_COPIED: tuple[ModuleType, ...] = (delta_step, delta_prompts, delta_prepare)
 _FEWEST_STEPS, _FEWEST_WALKS = 128, 512
+_EXAMPLES = {
+    delta_step: delta_check.DECODED,
+    delta_prompts: delta_check.PROMPT,
+    delta_prepare: delta_check.CONTINUED,
+}
 _agreed: dict[tuple[object, ...], bool] = {}  # by kernel, GPU and what it was compiled for
 _SCAN_REGISTERS: int | None = 128  # of a thread: four programs of 16-bit types a processor, 32 kB of states each
 _FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM")
@@ -63,7 +68,7 @@ Choose = Callable[[ModuleType, LayerStates, Told, DeltaOperands, Tensor], bool]
 
 
 def chosen(kernel: ModuleType, own: LayerStates, told: Told, rule: DeltaOperands, qkv: Tensor) -> bool:
-    """Whether `delta_step` or `delta_prompts` serves a layer, is there, and was found to give Triton's bits."""
+    """Whether a kernel in CUDA C++ serves a layer, is there, and was found to give Triton's bits."""
     heads, sizes = (rule.num_heads, rule.num_key_heads), (rule.key_size, rule.value_size)
     if kernel not in _COPIED or not kernel.serves(heads, sizes, own.chunk, qkv, told.kept[:4]):
         return False
@@ -86,7 +91,7 @@ def _agrees(
             return True
         if torch.cuda.is_current_stream_capturing():
             return False
-        row = delta_check.DECODED if kernel is delta_step else delta_check.PROMPT
+        row = _EXAMPLES[kernel]
 
         def compare() -> bool:
             runs = [functools.partial(gated_delta, choose=lambda *_, own=each: own) for each in (False, True)]
@@ -126,37 +131,33 @@ def gated_delta(
             out = _step(own, told, rule, qkv, a, b)
         _advance(own, told, rule, qkv)
         return out
-    count, num_rows, padded = len(qkv), len(step.rows), padded_length(keys)
-    query, key = (qkv.new_empty(count, rule.num_key_heads, keys) for _ in range(2))  # each aligned, at any length
-    out = qkv.new_empty(count, heads * values)
-    if count:
-        norms = {"HEADS": rule.num_key_heads, "SIZE": keys, "PADDED": padded, "LEVELS": padded.bit_length() - 1}
-        lines = count * rule.num_key_heads
-        normalize_keys[(-(-lines // _LINES),)](
-            qkv, qkv.stride(0), query, key, keys**-0.5, lines, **norms, LINES=_LINES, num_warps=4, **PLAIN
-        )
-    total, rate = gates(own, told, a, b, rule.decay, rule.dt_bias, (0.0, 0.0), slots=(4, 5))
+    num_rows, out = len(step.rows), qkv.new_empty(len(qkv), heads * values)
     walks = step.max_query_len > FEW and own.chunk == 64 and qkv.dtype in _WALKED and is_streamable(told, keys)
-    made = _blocks(own, told, rule, query, key, total, rate, walks)
-    forms = dict(zip(_FORMS, told.forms, strict=True))
-    kind = kind_of(step.max_query_len)
     is_copied = walks and choose(delta_prompts, own, told, rule, qkv)
     is_copied = is_copied and (num_rows * heads >= _FEWEST_WALKS or choose is not chosen)
+    is_prepared = is_copied and a.dtype == b.dtype == qkv.dtype and choose(delta_prepare, own, told, rule, qkv)
+    if not is_prepared or side_by_side.current() is not None:
+        made = _ready(own, told, rule, qkv, a, b, walks)
+    if is_prepared:
+        made = _prepare(own, told, rule, qkv, a, b)
+    query, key, total, rate, *blocks = made
+    forms = dict(zip(_FORMS, told.forms, strict=True))
+    kind = kind_of(step.max_query_len)
     if is_copied:
-        _walk(own, told, rule, (query, key, qkv, total, rate, *made), out)
+        _walk(own, told, rule, qkv, made, out)
     if walks and (not is_copied or side_by_side.current() is not None):  # rows that begin at a border
         state, key_kept, value_kept, update, _, _ = told.kept
         named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM")}
         wide, warps = _tile(values, _WALKING)
         delta_walk[heads * -(-values // wide), num_rows](
-            query, key, qkv[:, 2 * rule.num_key_heads * keys :], qkv.stride(0), total, rate, *made, out,
+            query, key, qkv[:, 2 * rule.num_key_heads * keys :], qkv.stride(0), total, rate, *blocks, out,
             step.rows, step.query_start, step.seq_lens, *told.tables, state, key_kept, value_kept, update,
             *told.firsts, **_shape(own, rule, qkv), **named, VALUE_SIZE=values, TILE=wide,
             STAGES=_WALK_STAGES, num_warps=warps, num_stages=1, **PLAIN,
         )  # fmt: skip
     tile, _ = _tile(values, kind)
     delta_scan[heads * -(-values // tile), num_rows](
-        query, key, qkv[:, 2 * rule.num_key_heads * keys :], qkv.stride(0), total, rate, *made, out,
+        query, key, qkv[:, 2 * rule.num_key_heads * keys :], qkv.stride(0), total, rate, *blocks, out,
         step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
         **_shape(own, rule, qkv), **forms, VALUE_SIZE=values, TILE=tile,
         ADVANCE=step.max_query_len > 1, WALKED=walks, num_stages=1, **_program(qkv, kind), **PLAIN,
@@ -166,9 +167,47 @@ def gated_delta(
     return out
 
 
-def _walk(own: LayerStates, told: Told, rule: DeltaOperands, made: tuple[Tensor, ...], out: Tensor) -> None:
-    """What `delta_walk` does, by `delta_prompts`."""
-    step, kept, (query, key, qkv, *others) = own.inputs, told.kept[:4], made
+def _ready(
+    own: LayerStates, told: Told, rule: DeltaOperands, qkv: Tensor, a: Tensor, b: Tensor, by_chunk: bool
+) -> tuple[Tensor, ...]:
+    """(q and k of norm 1, summed gates and rates, M, the factors of o, T). by_chunk: see `_blocks`."""
+    count, keys, padded = len(qkv), rule.key_size, padded_length(rule.key_size)
+    query, key = (qkv.new_empty(count, rule.num_key_heads, keys) for _ in range(2))  # each aligned, at any length
+    if count:
+        norms = {"HEADS": rule.num_key_heads, "SIZE": keys, "PADDED": padded, "LEVELS": padded.bit_length() - 1}
+        lines = count * rule.num_key_heads
+        normalize_keys[(-(-lines // _LINES),)](
+            qkv, qkv.stride(0), query, key, keys**-0.5, lines, **norms, LINES=_LINES, num_warps=4, **PLAIN
+        )
+    total, rate = gates(own, told, a, b, rule.decay, rule.dt_bias, (0.0, 0.0), slots=(4, 5))
+    return query, key, total, rate, *_blocks(own, told, rule, query, key, total, rate, by_chunk)
+
+
+def _prepare(
+    own: LayerStates, told: Told, rule: DeltaOperands, qkv: Tensor, a: Tensor, b: Tensor
+) -> tuple[Tensor, ...]:
+    """What `_ready` makes by chunks, by `delta_prepare`."""
+    step, count, heads, num_rows = own.inputs, len(qkv), rule.num_heads, len(own.inputs.rows)
+    query, key = (qkv.new_empty(count, rule.num_key_heads, rule.key_size) for _ in range(2))
+    total, rate = (torch.empty(count, heads, device=qkv.device) for _ in range(2))
+    blocks = count // 16 + 2 * num_rows
+    before, factor = query.new_empty(2, blocks, heads, 16, own.chunk)
+    made = query, key, total, rate, before, factor, torch.empty(blocks, heads, 16, 16, device=qkv.device)
+    macros = delta_prepare.macros((heads, rule.num_key_heads), own.block_size, told.forms, qkv.dtype)
+    _, key_kept, _, _, *sums_kept = told.kept
+    given = qkv, a, b, rule.decay, rule.dt_bias, *made, step.rows, step.query_start, step.seq_lens
+    places = [each.data_ptr() for each in (*given, told.tables[2], key_kept, *sums_kept)]
+    numbers = qkv.stride(0), a.stride(0), b.stride(0), told.tables[3], told.firsts[1], num_rows
+    to_tell = delta_prepare.Told(*places, *numbers, rule.key_size**-0.5)
+    delta_prepare.launch(to_tell, count // own.chunk + 2 * num_rows, macros, qkv.device)
+    return made
+
+
+def _walk(
+    own: LayerStates, told: Told, rule: DeltaOperands, qkv: Tensor, made: tuple[Tensor, ...], out: Tensor
+) -> None:
+    """What `delta_walk` does, by `delta_prompts`. made: see `_ready`."""
+    step, kept, (query, key, *others) = own.inputs, told.kept[:4], made
     macros = delta_prompts.macros((rule.num_heads, rule.num_key_heads), own.block_size, told.forms, qkv.dtype)
     state_table, state_columns, input_table, input_columns = told.tables
     given = query, key, qkv[:, 2 * rule.num_key_heads * rule.key_size :], *others, out

@@ -10,17 +10,9 @@
 // Invariant: the operations on a channel are those of `delta_walk`, in the same order; where that multiplies by zeros,
 // they may be left out.
 
-#define CHUNK 64
-#define SIZE 128  // of a head's keys, and of its values
 #define THREADS (128 * GROUPS)
 #define CHANNELS (64 * GROUPS)
 #define PARTS (SIZE / CHANNELS)  // blocks of a head
-
-// Constants of a tensor that is kept: see `octavo.ops.scan.kept.Form`.
-struct Form {
-    i64 block, part, line;
-    int lines, of_item, runs, parts, blocks;
-};
 
 struct Told {
     const u16 *query, *key, *value;  // normed, [T, KEY_HEADS, SIZE]; value within rows of qkv
@@ -51,12 +43,6 @@ struct Told {
 #define OWN_RATES (OWN_SUMS + CHUNK * 4)
 #define CHUNK_BYTES ((OWN_RATES + CHUNK * 4 + 1023) / 1024 * 1024)
 #define WEIGHTED (2 * CHUNK_BYTES)
-
-__device__ inline u64 place(const int* table, int first_part, int entry, int offset, int run, const Form& form, int& held) {
-    int line = offset * form.of_item + run / form.runs, part = first_part + line / form.lines;
-    held = table[entry * form.blocks + part / form.parts];
-    return held * form.block + part % form.parts * form.part + line % form.lines * form.line + run % form.runs * (i64)SIZE;
-}
 
 // Of a tile, where 16 bytes of a line lie.
 __device__ inline u32 in_tile(u32 line, u32 part) { return line * 128 + (part ^ line % 8) * 16; }
@@ -124,11 +110,6 @@ __device__ inline void keep(const Told& told, const Walk& walk, int from) {
             write((u64)(told.key_kept + goal + walk.key_head * SIZE + channel),
                   read((u64)(told.key + (token * KEY_HEADS + walk.key_head) * SIZE + channel)));
     }
-}
-
-// Second operands of two products, of 16 columns, from rows of 16-bit numbers: row n of the 16 at `at` is column n.
-__device__ inline Four columns(u32 at, u32 pitch, u32 lane) {
-    return square(at + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 16);
 }
 
 // 8 tokens' 16 channels, as products give them, transposed: of a token, which is lane / 4, four channels to write.
