@@ -2,7 +2,7 @@
 
 bits: over cuts, batches and rejected drafts, with the kernels that stream states and walk prompts and without. decode,
 prompts: microseconds beside what bytes or operations take. steps: decoding by Triton's kernels and by one in CUDA C++:
-bits, times, float64. walked: prompts by CUDA's walk and by Triton's. engine, plain: tokens a second of the shape `gdn`,
+bits, times, float64. walked: prompts by CUDA's kernels and by Triton's. engine, plain: tokens a second of the shape `gdn`,
 as it is and by Triton alone. choices, walks: of Triton's by tiles, stages, warps and registers, with the bits of
 prompts beside those of blocks. A table comes last. See states.py for --dry.
 """
@@ -121,25 +121,51 @@ def step_bits(name: str, expected: list[torch.Tensor]) -> str:
 
 
 def step_times(name: str, num_rows: int, computed: int) -> str:
-    """Microseconds of one of `STEPS` beside those of bytes."""
+    """Microseconds of one of `STEPS` beside those of bytes, of one layer in a graph and of four."""
     with stepping(name):
-        return states.decode("delta", num_rows, computed)
+        return "; ".join(states.decode("delta", num_rows, computed, layers) for layers in (1, 4))
+
+
+# How prompts are walked, and chunks made ready: warp groups of a block that walks, and blocks of a processor that makes
+# ready; 0 is Triton's.
+WALKING = ((0, 0), (2, 0), (1, 0), (2, 3), (2, 2), (1, 3))
+
+
+@contextlib.contextmanager
+def walking(groups: int, resident: int) -> Iterator[None]:
+    """Within: prompts by one of `WALKING`."""
+    from octavo.ops.scan.delta import delta_prepare, delta_prompts
+
+    kernels = *((delta_prompts,) if groups else ()), *((delta_prepare,) if resident else ())
+    with (
+        copying(*kernels),
+        mock.patch.object(delta_prompts, "GROUPS", groups or 2),
+        mock.patch.object(delta_prepare, "RESIDENT", resident or 3),
+    ):
+        yield
 
 
 def walk_steps(counts: Sequence[int]) -> str:
-    """Microseconds of prompts by Triton's walk and by CUDA's, and whether results and all that is kept are the same."""
-    from octavo.ops.scan.delta import delta_prompts
-
+    """Microseconds of prompts by `WALKING`, and whether results and all that is kept are the same."""
     found, expected = list[str](), list[torch.Tensor]()
-    for kernels in ((), (delta_prompts,)):
-        with copying(*kernels):
-            us, parts = states.timed("delta", counts, 0)
+    for groups, resident in WALKING:
+        with walking(groups, resident):
             made = states.made("delta", counts)
-        expected = expected or made
-        found.append(
-            f"{'CUDA' if kernels else 'Triton'} {us:.0f}{states.is_same(made, expected)} [{states.shown(parts)}]"
-        )
-    return "us: " + "; ".join(found)
+            expected = expected or made
+            same = states.is_same(made, expected)
+            us, parts = states.timed("delta", counts, 0)
+        limit = states.prompt_limit("delta", len(counts), counts[0], us)
+        found.append(f"{groups} groups, {resident} blocks: {us:.0f}{same} [{states.shown(parts)}], {limit}")
+    return "us by\n      " + "\n      ".join(found)
+
+
+def walk_bits(groups: int, resident: int) -> str:
+    """Results that differ between cuts of prompts."""
+    from octavo.ops.scan.delta import delta_step
+    from octavo.states import delta_gpu
+
+    with walking(groups, resident), mock.patch.object(delta_gpu, "_COPIED", (*delta_gpu._COPIED, delta_step)):
+        return states.bits("delta", DTYPE)
 
 
 def checks() -> str:
@@ -218,7 +244,7 @@ def bits_without(*off: str) -> str:
 
 def main() -> None:
     """The parts that are asked for."""
-    from octavo.ops.scan.delta import delta_prompts, delta_step
+    from octavo.ops.scan.delta import delta_step
 
     prompts = ([70],) if DRY else ([8192], [512] * 16, [4000] * 2)
     if "bits" in sys.argv:
@@ -233,14 +259,14 @@ def main() -> None:
             for num_rows, computed in ((2, 70),) if DRY else ((1, 1056), (8, 1056), (64, 1056), (64, 1087), (256, 160)):
                 states.attempt(f"{name}: {num_rows} rows at {computed}", step_times, name, num_rows, computed)
         states.attempt("compared", checks)
-        with copying(delta_prompts, delta_step):
+        with copying(delta_step):
             states.attempt("bits over cuts", states.bits, "delta", DTYPE)
     if "walked" in sys.argv:
-        for counts in (*prompts, *(() if DRY else ([2730] * 3, [2048] * 4, [1638] * 5, [1024] * 8))):
+        for counts in (*prompts, *(() if DRY else ([2048] * 4, [1024] * 8, [64], [40] * 4, [300] * 27))):
             states.attempt(f"walked {len(counts)} x {counts[0]}", walk_steps, counts)
         states.attempt("compared", checks)
-        with copying(delta_prompts, delta_step):
-            states.attempt("bits over cuts", states.bits, "delta", DTYPE)
+        for groups, resident in ((2, 3), (1, 3)):
+            states.attempt(f"bits over cuts, {groups} groups, {resident} blocks", walk_bits, groups, resident)
     if "decode" in sys.argv:
         for num_rows, computed in ((1, 70),) if DRY else ((1, 1056), (64, 1056), (64, 1087), (256, 160)):
             states.attempt(f"decode {num_rows} rows at {computed}", states.decode, "delta", num_rows, computed)
