@@ -189,6 +189,7 @@ def kernels_are_compared() -> None:
         (delta_check.PROMPT, ["delta_prepare", "delta_prompts"]),
         (delta_check.CONTINUED, ["delta_prepare", "delta_prompts"]),
         (delta_check.DECODED, ["delta_step"]),
+        (delta_check.ENDING, ["delta_step"]),
     ):
         with emulated(3) as launches:
             found = delta_check.results(rows.own, told, case.part.operands, like, row, runs)

@@ -129,6 +129,7 @@ static Four get4(u32 at) { Four x; if (at % 16) abort(); memcpy(&x, memory + at,
 static void put(u32 at, u32 x) { memcpy(memory + at, &x, 4); }
 static void put4(u32 at, const Four& y) { if (at % 16) abort(); memcpy(memory + at, &y, 16); }
 static Four read(u64 at) { Four y; if (at % 16) abort(); memcpy(&y, (void*)at, 16); return y; }
+static u32 read1(u64 at) { u32 x; if (at % 4) abort(); memcpy(&x, (void*)at, 4); return x; }
 static void write2(u64 at, const Two& y) { if (at % 8) abort(); memcpy((void*)at, &y, 8); }
 static void write(u64 at, const Four& y) { if (at % 16) abort(); memcpy((void*)at, &y, 16); }
 static u32 bits_of(float x) { u32 y; memcpy(&y, &x, 4); return y; }

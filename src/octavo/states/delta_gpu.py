@@ -55,9 +55,9 @@ _READY_WARPS, _READY_REGISTERS = 2, 200
 _COPIED: tuple[ModuleType, ...] = (delta_step, delta_prompts, delta_prepare)
 _FEWEST_STEPS, _FEWEST_WALKS = 128, 512
 _EXAMPLES = {
-    delta_step: delta_check.DECODED,
-    delta_prompts: delta_check.PROMPT,
-    delta_prepare: delta_check.CONTINUED,
+    delta_step: (delta_check.DECODED, delta_check.ENDING),
+    delta_prompts: (delta_check.PROMPT,),
+    delta_prepare: (delta_check.CONTINUED,),
 }
 _agreed: dict[tuple[object, ...], bool] = {}  # by kernel, GPU and what it was compiled for
 _SCAN_REGISTERS: int | None = 128  # of a thread: four programs of 16-bit types a processor, 32 kB of states each
@@ -91,11 +91,12 @@ def _agrees(
             return True
         if torch.cuda.is_current_stream_capturing():
             return False
-        row = _EXAMPLES[kernel]
 
         def compare() -> bool:
             runs = [functools.partial(gated_delta, choose=lambda *_, own=each: own) for each in (False, True)]
-            return delta_check.agree(delta_check.results(own, told, rule, qkv, row, runs))
+            return all(
+                delta_check.agree(delta_check.results(own, told, rule, qkv, row, runs)) for row in _EXAMPLES[kernel]
+            )
 
         try:
             told_of = [kernel.__name__, sorted(map(str, macros.items()))]
@@ -127,9 +128,9 @@ def gated_delta(
         is_copied = is_copied and (len(step.rows) * rule.num_key_heads >= _FEWEST_STEPS or choose is not chosen)
         if not is_copied or side_by_side.current() is not None:  # those that it is compared with compile as well
             out = _decode(own, told, rule, qkv, a, b)
+            _advance(own, told, rule, qkv)
         if is_copied:
             out = _step(own, told, rule, qkv, a, b)
-        _advance(own, told, rule, qkv)
         return out
     num_rows, out = len(step.rows), qkv.new_empty(len(qkv), heads * values)
     walks = step.max_query_len > FEW and own.chunk == 64 and qkv.dtype in _WALKED and is_streamable(told, keys)
@@ -250,7 +251,7 @@ def _decode(own: LayerStates, told: Told, rule: DeltaOperands, qkv: Tensor, a: T
 
 
 def _step(own: LayerStates, told: Told, rule: DeltaOperands, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """What `_decode` does, by `delta_step`."""
+    """What `_decode` and `_advance` do, by `delta_step`."""
     step, out = own.inputs, qkv.new_empty(len(qkv), rule.num_heads * rule.value_size)
     macros = delta_step.macros((rule.num_heads, rule.num_key_heads), own.block_size, told.forms, qkv.dtype)
     state_table, state_columns, input_table, input_columns = told.tables

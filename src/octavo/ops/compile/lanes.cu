@@ -62,6 +62,11 @@ __device__ inline Four read(u64 at) {
                  : "=r"(y.x[0]), "=r"(y.x[1]), "=r"(y.x[2]), "=r"(y.x[3]) : "l"(at) : "memory");
     return y;
 }
+__device__ inline u32 read1(u64 at) {
+    u32 x;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+}
 __device__ inline void write2(u64 at, const Two& y) {
     asm volatile("st.global.v2.b32 [%0], {%1, %2};" :: "l"(at), "r"(y.x[0]), "r"(y.x[1]) : "memory");
 }

@@ -15,7 +15,7 @@ struct Told {
     u16* out;
     const i64* rows;
     const int *query_start, *seq_lens, *state_table, *input_table;
-    const float* state;
+    float* state;
     u16 *key_kept, *value_kept, *update_kept;
     float *total_kept, *rate_kept;
     i64 qkv_row, a_row, b_row;

@@ -1,4 +1,4 @@
-// The gated delta rule where rows decode, in one kernel. Told of and launched by delta_step.py.
+// The gated delta rule where rows decode, in one kernel, with the states behind chunks that end. Told of and launched by delta_step.py.
 //
 // A task is a row and a head of its keys, with those of the values that share it. Of a block's warps the last one, the
 // scout, finds where a task's things lie, brings keys and gates, norms the token's query and key and sums its gates: a
@@ -8,7 +8,7 @@
 // the L2 is asked for whole lines; lines lie in a step by exclusive or, and no two lanes meet in a bank, of those that
 // read, four rows at once, nor of those that copy. Column n of the product j of four is channel 4 n + j.
 //
-// Invariant: the operations on a head are those of `delta_ready` and `delta_decode`, in the same order; where those
+// Invariant: the operations on a head are those of `delta_ready`, `delta_decode` and `delta_advance`, in the same order; where those
 // multiply by zeros, they are left out.
 
 // What a warp asks for of a task.
@@ -302,6 +302,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
         if ((int)lane / 4 == here % 8 && goal) {
             if (here < 8) write(goal + mine, value[0]);
             else write(goal + mine, value[1]);
+        }
+        if (last == CHUNK - 1) {
+            warp_together();  // the update is there
+            advance(told, task, now.places, brought, channels, lane);
         }
         now = then;
         channels = next_channels;

@@ -65,7 +65,7 @@ def source(kernel: str) -> str:
 
 def own_source(kernel: str) -> str:
     """Of this folder."""
-    names = "delta_token", *(("delta_scout",) if kernel == "delta_step" else ()), kernel
+    names = "delta_token", *(("delta_scout", "delta_border") if kernel == "delta_step" else ()), kernel
     return "".join(Path(__file__).with_name(f"{each}.cu").read_text(encoding="utf-8") for each in names)
 
 
