@@ -1,10 +1,10 @@
 """The gated delta rule on a GPU, one part a call: `python bench/h200/delta.py PART [--dry]`.
 
 bits: over cuts, batches and rejected drafts, with the kernels that stream states and walk prompts and without. decode,
-prompts: microseconds beside what bytes or operations take. steps: decoding by Triton's kernels and by one in CUDA C++:
-bits, times, float64. walked: prompts by CUDA's kernels and by Triton's. engine, plain: tokens a second of the shape `gdn`,
-as it is and by Triton alone. choices, walks: of Triton's by tiles, stages, warps and registers, with the bits of
-prompts beside those of blocks. A table comes last. See states.py for --dry.
+prompts: microseconds beside what bytes or operations take. steps, walked: decoding and prompts by Triton's kernels and
+by those in CUDA C++, bits and times. engine, plain: tokens a second of the shape `gdn`, as it is and by Triton alone.
+choices, walks: of Triton's by tiles, stages, warps and registers, with the bits of prompts beside those of blocks. A
+table comes last. See states.py for --dry.
 """
 
 from __future__ import annotations

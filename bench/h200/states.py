@@ -144,10 +144,10 @@ def timed(
 
     layers: how many of them the graph has, one behind the other, each with what it keeps: as a model has them.
     """
-    runs, kept = zip(*(operator(name, counts, computed, keeps=keeps) for _ in range(layers)), strict=True)
+    operators = [operator(name, counts, computed, keeps=keeps) for _ in range(layers)]
 
     def run() -> None:
-        for each in runs:
+        for each, _ in operators:
             each()
 
     if DRY:
@@ -175,7 +175,8 @@ def timed(
         run()
         torch.cuda.synchronize()
     parts = {event.key: event.self_device_time_total / layers for event in profiler.key_averages()}
-    del kept, runs, graph
+    operators.clear()
+    del graph
     torch.cuda.empty_cache()
     return statistics.median(times) / layers, {key: us for key, us in parts.items() if us > 0.5}
 

@@ -1,4 +1,4 @@
-"""The delta rule's kernels in CUDA C++ on a CPU: compiled by the system's compiler, with lanes.h for a GPU's instructions.
+"""The delta rule's kernels in CUDA C++ on a CPU: compiled by the system's compiler, with lanes.h for its instructions.
 
 Products of float32 take all its bits, as those of Triton's interpreter do.
 """

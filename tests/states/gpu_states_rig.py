@@ -159,7 +159,7 @@ def one_kernel_decodes(heads: tuple[int, int], begins: Sequence[int], steps: int
 
 
 def prompts_in_cuda(*kernels: ModuleType) -> None:
-    """The delta rule's, a warp's lanes on a CPU, beside Triton's: from a state on, within a block, and an open chunk."""
+    """The delta rule's, lanes on a CPU, beside Triton's: from a state on, within a block, and an open chunk."""
     case = rig.CASES["delta"](torch.float16, 1, 2, 128, 128)
     drawn = rig.draw_all(case, (151, 70, 121))
     found = []

@@ -63,7 +63,7 @@ def test_a_program_of_several_heads_spills_no_register_of_its_loop(
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4])
 def test_one_kernel_decodes_the_delta_rule_without_spilling(heads: int, tmp_path: Path) -> None:
-    """Of a key's heads, as many blocks as are launched fit a processor. Of four, a few numbers are spilled once a task."""
+    """As many blocks as are launched fit a processor. Of four heads a few numbers are spilled once a task."""
     try:
         nvrtc._library()
     except nvrtc.CompileError:
