@@ -43,7 +43,8 @@ struct Part {
 };
 
 __device__ inline Part part_of(const Told& told) {
-    int slot = block() / KEY_HEADS, reach = 1, row = 0;
+    // The first ones last: they are walked first, and then lie in the L2.
+    int slot = (blocks() - 1 - block()) / KEY_HEADS, reach = 1, row = 0;
     while (reach < told.num_rows) reach *= 2;
     for (; reach > 0; reach /= 2) {
         int next = row + reach;

@@ -120,38 +120,51 @@ __device__ inline Two written(u32 low, u32 high, u32 lane) {
     return is_odd ? Two{{other, high}} : Two{{low, other}};
 }
 
+// Where the head's state behind `border` tokens is kept; -1: it is not.
+__device__ inline i64 state_at(const Told& told, const Walk& walk, int border) {
+    constexpr Form states{STATE_FORM};
+    int held;
+    u64 goal = place(walk.states, told.state_first, border / CHUNK - 1, 0, walk.head * SIZE, states, held);
+    return held > 0 ? (i64)goal : -1;
+}
+
+// Of eight keys, what the lane has of a state.
+__device__ inline void write_keys(float* goal, int eight, const float (&state)[4], u32 channel, u32 lane) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        goal[(eight * 8 + lane % 4 * 2 + i % 2) * SIZE + channel + i / 2 * 8] = state[i];
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __grid_constant__ Told told) {
-    wait_for_before();
-    constexpr Form states{STATE_FORM}, updates{UPDATE_FORM};
+    constexpr Form updates{UPDATE_FORM};
     extern __shared__ __align__(1024) unsigned char memory[];
     u32 base = (u32)__cvta_generic_to_shared(memory), warp = thread() / 32, lane = thread() % 32;
     int row = block() / (HEADS * PARTS);
     Walk walk;
     walk.token = told.query_start[row], walk.end = told.seq_lens[row];
     walk.computed = walk.end - (told.query_start[row + 1] - walk.token);
-    if (walk.computed >= walk.end || walk.computed < 0 || walk.computed % CHUNK) return;  // nothing, padding, another's
+    if (walk.computed >= walk.end || walk.computed < 0 || walk.computed % CHUNK) {  // nothing, padding, another's
+        wait_for_before();  // or the kernel behind would begin before what is ahead has ended
+        return;
+    }
     walk.channel = block() % (HEADS * PARTS) * CHANNELS;
     walk.head = walk.channel / SIZE, walk.key_head = walk.head / (HEADS / KEY_HEADS);
     walk.first_block = walk.token / 16 + 2 * row;
     walk.states = told.state_table + told.rows[row] * told.state_columns;
     walk.inputs = told.input_table + told.rows[row] * told.input_columns;
     int kept_from = max(walk.computed, (walk.end - 1) / CHUNK * CHUNK - CHUNK), held;
-    ask(told, walk, walk.computed, base);
     u32 first = walk.channel % SIZE + warp * 16, channel = first + lane / 4;  // and that + 8
     float state[16][4];
-    bool has_state = false;
-    u64 source = 0;
-    if (walk.computed > 0) {
-        source = place(walk.states, told.state_first, walk.computed / CHUNK - 1, 0, walk.head * SIZE, states, held);
-        has_state = held > 0;
-    }
+    i64 source = walk.computed > 0 ? state_at(told, walk, walk.computed) : -1;
 #pragma unroll
     for (int j = 0; j < 16; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             int key = j * 8 + lane % 4 * 2 + i % 2;
-            state[j][i] = has_state ? told.state[source + key * SIZE + channel + i / 2 * 8] : 0.0f;
+            state[j][i] = source >= 0 ? told.state[source + key * SIZE + channel + i / 2 * 8] : 0.0f;
         }
+    wait_for_before();
+    ask(told, walk, walk.computed, base);
     keep(told, walk, kept_from);
     for (int begin = walk.computed, turn = 0; begin < walk.end; begin += CHUNK, turn ^= 1) {
         u32 own = base + turn * CHUNK_BYTES;
@@ -176,6 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             group_multiply(of_query, rounded[step], own + QUERIES + step / 4 * TILE + step % 4 * 32);
         group_commit();
         if (left > CHUNK) ask(told, walk, begin + CHUNK, base + (turn ^ 1) * CHUNK_BYTES);
+        i64 goal = begin > walk.computed ? state_at(told, walk, begin) : -1;
         float last = number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4));
 #pragma unroll
         for (int i = thread(); i < CHUNK * 16; i += THREADS) {
@@ -189,6 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             put4(base + WEIGHTED + at, key);
         }
         seen_by_groups();
+        float decay = exponential(last);
         group_arrived<1>(of_key);
         Four update[4];
 #pragma unroll
@@ -227,14 +242,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) update[block].x[i] = pack(found[i / 2][i % 2 * 2], found[i / 2][i % 2 * 2 + 1]);
+            if (goal >= 0)  // of the chunk before: a few at a time, so that nothing waits behind them
+#pragma unroll
+                for (int j = 4 * block; j < 4 * block + 4; ++j) write_keys(told.state + goal, j, state[j], channel, lane);
+#pragma unroll
+            for (int j = 4 * block; j < 4 * block + 4; ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) state[j][i] = times(decay, state[j][i]);
         }
         together();  // weighted keys are there
         group_arrived<0>(of_query);
-        float decay = exponential(last);
-#pragma unroll
-        for (int j = 0; j < 16; ++j)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) state[j][i] = times(decay, state[j][i]);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
             Two sums = get2(own + OWN_SUMS + (j * 8 + lane % 4 * 2) * 4);
@@ -265,13 +282,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             }
         }
         group_arrived<0>(state);
-        if (left < CHUNK) continue;
-        u64 goal = place(walk.states, told.state_first, begin / CHUNK, 0, walk.head * SIZE, states, held);
-        if (held <= 0) continue;
-#pragma unroll
-        for (int j = 0; j < 16; ++j)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                told.state[goal + (j * 8 + lane % 4 * 2 + i % 2) * SIZE + channel + i / 2 * 8] = state[j][i];
     }
+    i64 goal = walk.end % CHUNK ? -1 : state_at(told, walk, walk.end);
+    if (goal >= 0)
+#pragma unroll
+        for (int j = 0; j < 16; ++j) write_keys(told.state + goal, j, state[j], channel, lane);
 }
