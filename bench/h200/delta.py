@@ -2,14 +2,15 @@
 
 bits: over cuts, batches and rejected drafts, with the kernels that stream states and walk prompts and without. decode,
 prompts: microseconds beside what bytes or operations take. steps, walked: decoding and prompts by Triton's kernels and
-by those in CUDA C++, bits and times. engine, plain: tokens a second of the shape `gdn`, as it is and by Triton alone.
-choices, walks: of Triton's by tiles, stages, warps and registers, with the bits of prompts beside those of blocks. A
-table comes last. See states.py for --dry.
+by those in CUDA C++, bits and times. beside: rows that decode beside a prompt. engine, plain: tokens a second of the
+shape `gdn`, as it is and by Triton alone. choices, walks: of Triton's by tiles, stages, warps and registers, with the
+bits of prompts beside those of blocks. A table comes last. See states.py for --dry.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -168,6 +169,37 @@ def walk_bits(groups: int, resident: int) -> str:
         return states.bits("delta", DTYPE)
 
 
+def beside_a_prompt(num_rows: int, count: int, *kernels: ModuleType) -> str:
+    """Bits and microseconds of rows that decode beside a prompt: all by one scan, and rows of one token apart."""
+    torch.manual_seed(1)
+    run, rows = states.operator("delta", [count] * (num_rows + 1), 0)
+    with copying(*kernels):
+        run()
+    counts, before = [1] * num_rows + [count], [count] * num_rows + [0]
+    starts, lengths = torch.tensor([0, *counts]).cumsum(0), [sum(own) for own in zip(before, counts, strict=True)]
+    step = dataclasses.replace(
+        rows.own.inputs,
+        max_query_len=count,
+        max_seq_len=max(lengths),
+        query_start=starts.int().to(states.DEVICE),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=states.DEVICE),
+        positions=torch.cat([torch.arange(own, end) for own, end in zip(before, lengths, strict=True)]).to(
+            states.DEVICE
+        ),
+    )
+    one = rows.case.draw(torch.Generator().manual_seed(0), 1)
+    given = [torch.randn(sum(counts), *each.shape[1:], device=states.DEVICE).to(each.dtype) for each in one]
+    found, made = list[str](), list[torch.Tensor]()
+    for name, bounds in (("by one scan", None), ("apart", (num_rows, 1)), ("of a graph", (num_rows + 1,) * 2)):
+        rows.step.prepare(dataclasses.replace(step, bounds=bounds))
+        with copying(*kernels):
+            result = rows.case.run(rows.backend, rows.own, given)
+            us, parts = states.timed_graph(lambda: rows.case.run(rows.backend, rows.own, given))
+        made = made or [result.clone()]
+        found.append(f"{name} {us:.0f}{states.is_same([result], made)} [{states.shown(parts)}]")
+    return "us: " + "; ".join(found)
+
+
 def checks() -> str:
     """What the comparisons ahead of a first launch found."""
     from octavo.states import delta_gpu
@@ -244,7 +276,7 @@ def bits_without(*off: str) -> str:
 
 def main() -> None:
     """The parts that are asked for."""
-    from octavo.ops.scan.delta import delta_step
+    from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step
 
     prompts = ([70],) if DRY else ([8192], [512] * 16, [4000] * 2)
     if "bits" in sys.argv:
@@ -261,6 +293,12 @@ def main() -> None:
         states.attempt("compared", checks)
         with copying(delta_step):
             states.attempt("bits over cuts", states.bits, "delta", DTYPE)
+    if "beside" in sys.argv:
+        for num_rows, count in ((2, 70),) if DRY else ((64, 512), (256, 512)):
+            name = f"{num_rows} rows beside {count} tokens"
+            states.attempt(f"{name}, Triton's", beside_a_prompt, num_rows, count)
+            kernels = delta_step, delta_prompts, delta_prepare
+            states.attempt(name, beside_a_prompt, num_rows, count, *kernels)
     if "walked" in sys.argv:
         for counts in (*prompts, *(() if DRY else ([2048] * 4, [1024] * 8, [64], [40] * 4, [300] * 27))):
             states.attempt(f"walked {len(counts)} x {counts[0]}", walk_steps, counts)

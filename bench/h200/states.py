@@ -150,6 +150,15 @@ def timed(
         for each, _ in operators:
             each()
 
+    us, parts = timed_graph(run)
+    operators.clear()
+    if not DRY:
+        torch.cuda.empty_cache()
+    return us / layers, {key: took / layers for key, took in parts.items()}
+
+
+def timed_graph(run: Callable[[], object]) -> tuple[float, dict[str, float]]:
+    """(microseconds in a graph, of its kernels by name)."""
     if DRY:
         began = time.perf_counter()
         run()
@@ -174,11 +183,8 @@ def timed(
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-    parts = {event.key: event.self_device_time_total / layers for event in profiler.key_averages()}
-    operators.clear()
-    del graph
-    torch.cuda.empty_cache()
-    return statistics.median(times) / layers, {key: us for key, us in parts.items() if us > 0.5}
+    parts = {event.key: event.self_device_time_total for event in profiler.key_averages()}
+    return statistics.median(times), {key: us for key, us in parts.items() if us > 0.5}
 
 
 def shown(parts: dict[str, float]) -> str:

@@ -178,6 +178,32 @@ def prompts_in_cuda(*kernels: ModuleType) -> None:
         assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max(), place
 
 
+def beside_prompts(*kernels: ModuleType) -> None:
+    """The delta rule's rows of one token beside longer ones have the bits that they have in steps of their own."""
+    case = rig.CASES["delta"](torch.float16, 1, 2, *((128, 128) if kernels else (16, 32)))
+    drawn = rig.draw_all(case, (67, 66, 131, 40))
+    steps = [{0: 63, 1: 64}, {0: 1, 3: 20}, {0: 1, 1: 1, 2: 70}, {0: 1, 1: 1, 3: 7, 2: 20}, {0: 1, 3: 13, 2: 41}]
+    found = []
+    for padded, apart in ((0, False), (2, False), (0, True)):
+        rows = rig.Rows(case, GpuStates(), drawn, block_size=64)
+        rows.padded = padded
+        for counts in steps:
+            for part in [{row: count} for row, count in counts.items()] if apart else [counts]:
+                decode = unittest.mock.patch.object(delta_gpu, "_decode_rows", side_effect=delta_gpu._decode_rows)
+                own = unittest.mock.patch.multiple(delta_gpu, _COPIED=kernels, _FEWEST_STEPS=1, _FEWEST_WALKS=1)
+                with own, emulated(3) as launches, decode as decoded:
+                    rows.compute(part)
+                assert decoded.called == (1 in part.values() or padded > 0), part
+                if kernels:
+                    assert ("delta_step" in launches) == decoded.called
+                    assert ("delta_prompts" in launches) == (max(part.values()) > 16), part
+        found.append(rows.results)
+    for results in found[1:]:
+        for one, other in zip(results, found[0], strict=True):
+            near = (one.float() - other.float()).abs() <= 1e-3 * other.float().abs().max()  # lanes on a CPU
+            assert (near if kernels else one == other).all(), (one != other).any(1).nonzero().flatten()
+
+
 def kernels_are_compared() -> None:
     """By an example of a layer's own shape, before they run: near each other here, of the same bits on a GPU."""
     case = rig.CASES["delta"](torch.float16, 1, 2, 128, 128)
@@ -216,6 +242,8 @@ INTERPRETED = (
     | {"a pack": packed_sequences, "mamba2 walks": walked, "delta streams": streamed}
     | {"mamba2 decodes several heads": several_heads_decode}
     | {f"{heads[1]} heads in one kernel": lambda own=(heads, *rest): one_kernel_decodes(*own) for heads, *rest in _ONE}
+    | {"delta beside prompts": beside_prompts}
+    | ({"kernels beside prompts": lambda: beside_prompts(delta_step, *_OF_PROMPTS[-1])} if COMPILER else {})
     | ({f"{len(each)} kernels for prompts": lambda each=each: prompts_in_cuda(*each) for each in _OF_PROMPTS})
     | ({"kernels are compared": kernels_are_compared} if COMPILER else {})
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}

@@ -26,7 +26,7 @@ struct Told {
     u16 *before, *factor;   // [blocks of 16 tokens, HEADS, 16, CHUNK]
     float* inverse;         // [blocks, HEADS, 16, 16]
     const i64* rows;
-    const int *query_start, *seq_lens, *input_table;
+    const int *query_start, *seq_lens, *num_ahead, *input_table;
     const u16* key_kept;
     float *total_kept, *rate_kept;
     i64 qkv_row, a_row, b_row;
@@ -44,16 +44,18 @@ struct Part {
 
 __device__ inline Part part_of(const Told& told) {
     // The first ones last: they are walked first, and then lie in the L2.
-    int slot = (blocks() - 1 - block()) / KEY_HEADS, reach = 1, row = 0;
-    while (reach < told.num_rows) reach *= 2;
+    int slot = (blocks() - 1 - block()) / KEY_HEADS, reach = 1, ahead = *told.num_ahead, row = ahead;
+    if (ahead >= told.num_rows) return Part{};
+    int before = told.query_start[ahead];
+    while (reach < told.num_rows - ahead) reach *= 2;
     for (; reach > 0; reach /= 2) {
         int next = row + reach;
-        if (next < told.num_rows && told.query_start[next] / CHUNK + 2 * next <= slot) row = next;
+        if (next < told.num_rows && (told.query_start[next] - before) / CHUNK + 2 * (next - ahead) <= slot) row = next;
     }
     Part part;
     part.token = told.query_start[row], part.end = told.seq_lens[row];
     part.computed = part.end - (told.query_start[row + 1] - part.token);
-    part.begin = part.computed / CHUNK * CHUNK + (slot - part.token / CHUNK - 2 * row) * CHUNK;
+    part.begin = part.computed / CHUNK * CHUNK + (slot - (part.token - before) / CHUNK - 2 * (row - ahead)) * CHUNK;
     part.first_block = part.token / 16 + 2 * row + (part.begin - part.computed / 16 * 16) / 16;
     part.key_head = block() % KEY_HEADS;
     part.inputs = told.input_table + told.rows[row] * told.input_columns;

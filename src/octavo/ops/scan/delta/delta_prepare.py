@@ -24,7 +24,7 @@ class Told(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("qkv", "a", "b", "decay", "dt_bias", "query", "key", "total", "rate")),
         *((name, ctypes.c_void_p) for name in ("before", "factor", "inverse", "rows", "query_start", "seq_lens")),
-        *((name, ctypes.c_void_p) for name in ("input_table", "key_kept", "total_kept", "rate_kept")),
+        *((name, ctypes.c_void_p) for name in ("num_ahead", "input_table", "key_kept", "total_kept", "rate_kept")),
         *((name, ctypes.c_int64) for name in ("qkv_row", "a_row", "b_row")),
         *((name, ctypes.c_int) for name in ("input_columns", "input_first", "num_rows")),
         ("scale", ctypes.c_float),

@@ -21,11 +21,11 @@ struct Told {
     const float* inverse;
     u16* out;
     const i64* rows;
-    const int *query_start, *seq_lens, *state_table, *input_table;
+    const int *query_start, *seq_lens, *num_ahead, *state_table, *input_table;
     float* state;
     u16 *key_kept, *value_kept, *update_kept;
     i64 value_row;
-    int state_columns, input_columns, state_first, input_first;
+    int state_columns, input_columns, state_first, input_first, num_rows;
 };
 
 // In shared memory: two chunks' operands, then weighted keys of one. Keys and queries are two tiles of 64 channels, f is
@@ -139,11 +139,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     constexpr Form updates{UPDATE_FORM};
     extern __shared__ __align__(1024) unsigned char memory[];
     u32 base = (u32)__cvta_generic_to_shared(memory), warp = thread() / 32, lane = thread() % 32;
-    int row = block() / (HEADS * PARTS);
+    int row = *told.num_ahead + block() / (HEADS * PARTS);
+    bool is_row = row < told.num_rows;
+    if (!is_row) row = 0;
     Walk walk;
     walk.token = told.query_start[row], walk.end = told.seq_lens[row];
     walk.computed = walk.end - (told.query_start[row + 1] - walk.token);
-    if (walk.computed >= walk.end || walk.computed < 0 || walk.computed % CHUNK) {  // nothing, padding, another's
+    if (!is_row || walk.computed >= walk.end || walk.computed < 0 || walk.computed % CHUNK) {  // nothing, padding, another's
         wait_for_before();  // or the kernel behind would begin before what is ahead has ended
         return;
     }

@@ -26,10 +26,14 @@ class Told(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("query", "key", "value", "total", "rate", "before", "factor", "inverse")
         ),
-        *((name, ctypes.c_void_p) for name in ("out", "rows", "query_start", "seq_lens", "state_table", "input_table")),
+        *((name, ctypes.c_void_p) for name in ("out", "rows", "query_start", "seq_lens", "num_ahead")),
+        *((name, ctypes.c_void_p) for name in ("state_table", "input_table")),
         *((name, ctypes.c_void_p) for name in ("state", "key_kept", "value_kept", "update_kept")),
         ("value_row", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("state_columns", "input_columns", "state_first", "input_first")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("state_columns", "input_columns", "state_first", "input_first", "num_rows")
+        ),
     ]
 
 

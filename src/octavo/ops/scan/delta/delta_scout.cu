@@ -51,7 +51,7 @@ struct Told {
 struct Row {
     int token, next, end;
     i64 table_row;
-    __device__ bool is_there() const { return next > token; }
+    __device__ bool is_there() const { return next == token + 1; }  // else it is padding, or another kernel's
     __device__ int last() const { return is_there() ? end - 1 : 0; }
 };
 

@@ -175,7 +175,7 @@ def advanced(state, k, u, sums, PRECISION: tl.constexpr):
     return tl.exp(last) * state + tl.dot(tl.trans(weighted), u, input_precision=PRECISION)
 
 
-@launched(triton.jit(do_not_specialize=PLACES))
+@launched(triton.jit(do_not_specialize=["num_rows", *PLACES]))
 def delta_scan(
     query,  # [T, KEY_HEADS, KEY_SIZE], normed; key too
     key,
@@ -190,6 +190,8 @@ def delta_scan(
     rows,
     query_start,
     seq_lens,
+    num_ahead,
+    num_rows,
     state_table,
     state_columns,
     input_table,
@@ -220,12 +222,14 @@ def delta_scan(
     ADVANCE: tl.constexpr,
     WALKED: tl.constexpr,
 ):
-    """One row of the step, one head, TILE channels of the values; a block of 16 tokens at a time.
+    """One row behind the first `num_ahead`, one head, TILE channels of the values; a block of 16 tokens at a time.
 
     ADVANCE: write states, too; without, every row has one token. WALKED: rows that begin at a border are another's.
     """
-    row, tiles = tl.program_id(1), tl.cdiv(VALUE_SIZE, TILE)
+    row, tiles = tl.program_id(1) + tl.load(num_ahead), tl.cdiv(VALUE_SIZE, TILE)
     head = tl.program_id(0) // tiles
+    if row >= num_rows:
+        return
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
     computed = end - (tl.load(query_start + row + 1) - token)
     if (computed >= end) | (computed < 0) | (WALKED & (computed % CHUNK == 0)):  # nothing, padding, or another's
@@ -331,12 +335,12 @@ def delta_advance(
     TOTAL_FORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Every PARTS-th head of GROUP rows that decoded one token: of those that end a chunk, the state behind it."""
+    """Every PARTS-th head of GROUP rows, of those of one token: of those that end a chunk, the state behind it."""
     wait_before(PDL)
     tiles, group = tl.cdiv(VALUE_SIZE, TILE), tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     is_row = group < num_rows
     began = tl.load(query_start + group, mask=is_row, other=0)
-    is_row = is_row & (tl.load(query_start + group + 1, mask=is_row, other=0) > began)
+    is_row = is_row & (tl.load(query_start + group + 1, mask=is_row, other=0) == began + 1)
     is_asked = is_row & (tl.load(seq_lens + group, mask=is_row, other=1) % CHUNK == 0)
     rank = tl.cumsum(is_asked.to(tl.int32), 0)
     width, place = tl.arange(0, KEY_PADDED), tl.arange(0, CHUNK)
