@@ -67,12 +67,13 @@ __device__ inline u64 kept_at(const Told& told, const Part& part, int at, const 
     return place(part.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, form, held);
 }
 
-// Queries and keys of the chunk; the step's are written of norm 1.
-__device__ inline void norm(const Told& told, const Part& part, u32 base, u32 warp, u32 lane) {
+typedef Four Given[CHUNK / WARPS];
+
+// Ask for queries and keys of the chunk: of one token in eight a warp, eight channels a lane.
+__device__ inline void ask(const Told& told, const Part& part, Given& given, u32 warp, u32 lane) {
     constexpr Form keys{KEY_FORM};
-    Four given[CHUNK / WARPS];
 #pragma unroll
-    for (int i = 0; i < CHUNK / WARPS; ++i) {  // all are on their way at once
+    for (int i = 0; i < CHUNK / WARPS; ++i) {
         int at = part.begin + i * WARPS + warp, held = 0;
         given[i] = Four{};
         if (part.is_new(at)) {
@@ -83,6 +84,10 @@ __device__ inline void norm(const Told& told, const Part& part, u32 base, u32 wa
             if (held > 0) given[i] = read((u64)(told.key_kept + where));
         }
     }
+}
+
+// The step's are written of norm 1, and all go to shared memory.
+__device__ inline void norm(const Told& told, const Part& part, Given& given, u32 base, u32 warp, u32 lane) {
 #pragma unroll
     for (int i = 0; i < CHUNK / WARPS; ++i) {
         int line = i * WARPS + warp, at = part.begin + line;
@@ -166,8 +171,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
     Part part = part_of(told);
     if (part.begin >= part.end || part.computed < 0 || part.computed >= part.end) return;
     bool is_kept = part.begin >= (part.end - 1) / CHUNK * CHUNK - CHUNK;  // chunks before are kept by no table
+    Given given;
+    ask(told, part, given, warp, lane);
     gate(told, part, base, is_kept);
-    norm(told, part, base, warp, lane);
+    norm(told, part, given, base, warp, lane);
     together();
     if (thread() < PER) sum_up(part, base + SUMS + thread() * CHUNK * 4);
     warp_together();
@@ -196,6 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
     }
     if (!is_made) return;
     bool is_whole = part.computed % CHUNK;  // another kernel reads all
+    bool is_full = part.begin + first + 16 <= part.end;
     u32 room = base + ROOMS + warp * 16 * ROOM_PITCH;
     i64 line = ((i64)(part.first_block + block) * HEADS + part.key_head * PER) * 16;
 #pragma unroll 1
@@ -222,13 +230,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
             float scaled[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                int row = first + lane / 4 + i / 2 * 8;
-                bool is_seen = row >= column + i % 2 && part.begin + row < part.end;
-                bool is_taken = is_seen && (is_factor || !is_own || row > column + i % 2);
-                float left = exponential(is_seen ? less(own[i / 2], number(then.x[i % 2])) : 0.0f);
+                float left = exponential(less(own[i / 2], number(then.x[i % 2])));
                 if (!is_factor) left = times(rate[i / 2], left);
-                scaled[i] = is_taken ? times(left, alike[tile][i]) : 0.0f;
+                scaled[i] = times(left, alike[tile][i]);
             }
+            if (is_own || !is_full)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    int row = first + lane / 4 + i / 2 * 8, before = column + i % 2 + (is_own && !is_factor);
+                    if (row < before || part.begin + row >= part.end) scaled[i] = 0.0f;
+                }
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 u32 row = lane / 4 + half * 8;
