@@ -53,43 +53,40 @@ struct Walk {
     const int *states, *inputs;
 };
 
-// Ask for a chunk's operands. Of tokens that are not there zeros come.
+// Ask for a chunk's operands. Of tokens that are not there zeros come. A thread has one part of 16 bytes of every LINES-th
+// line, so that its addresses differ by constants.
+#define LINES (16 * GROUPS)
 __device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to) {
-    int left = walk.end - begin, token = walk.token + begin - walk.computed;
-    i64 block = walk.first_block + (begin - walk.computed) / 16;
-    u64 nowhere = (u64)told.query;
+    int left = walk.end - begin, line = thread() / 8, part = thread() % 8;
+    i64 token = walk.token + begin - walk.computed + line;
+    i64 block = walk.first_block + (begin - walk.computed) / 16 + line / 16;
+    u64 key = (u64)(told.key + (token * KEY_HEADS + walk.key_head) * SIZE + part * 8);
+    u64 query = key - (u64)told.key + (u64)told.query, own_line = (block * HEADS + walk.head) * 16 + line % 16;
+    u64 before = (u64)(told.before + own_line * CHUNK + part * 8), factor = before - (u64)told.before + (u64)told.factor;
+    u64 inverse = (u64)(told.inverse + own_line * 16 + part * 4);
+    u64 value = (u64)(told.value + token * told.value_row + walk.channel + part * 8);
+    u32 tile = to + in_tile(line, part);
 #pragma unroll
-    for (int i = thread(); i < CHUNK * 16; i += THREADS) {
-        int line = i / 8 % CHUNK, tile = i / (8 * CHUNK), part = i % 8;
-        bool is_there = line < left;
-        i64 key = ((i64)(token + line) * KEY_HEADS + walk.key_head) * SIZE + tile * 64 + part * 8;
-        u32 at = to + tile * TILE + in_tile(line, part);
-        copy16(at, is_there ? (u64)(told.key + key) : nowhere, is_there ? 16 : 0);
-        copy16(at + QUERIES, is_there ? (u64)(told.query + key) : nowhere, is_there ? 16 : 0);
-    }
+    for (int step = 0; step < CHUNK; step += LINES) {
+        int bytes = line + step < left ? 16 : 0, block_line = line / 16 + step / 16;
+        bool is_made = block_line * 16 < left;
 #pragma unroll
-    for (int i = thread(); i < CHUNK * 8; i += THREADS) {
-        int line = i / 8, part = i % 8, block_line = line / 16;
-        bool is_made = block_line * 16 < left, is_f = is_made && part / 2 <= block_line;
-        i64 at = ((block + block_line) * HEADS + walk.head) * 16 + line % 16;
-        copy16(to + OWN_F + in_tile(line, part), is_f ? (u64)(told.factor + at * 64 + part * 8) : nowhere, is_f ? 16 : 0);
+        for (int half = 0; half < 2; ++half) {
+            copy16(tile + half * TILE + step * 128, key + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
+            copy16(tile + QUERIES + half * TILE + step * 128, query + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
+        }
+#pragma unroll
+        for (int half = 0; half < GROUPS; ++half)
+            copy16(to + OWN_VALUES + (line + step) * PITCH + part * 16 + half * 128, value + (step * told.value_row + half * 64) * 2, bytes);
+        copy16(tile + OWN_F + step * 128, factor + step * HEADS * CHUNK * 2, is_made && part / 2 <= block_line ? 16 : 0);
         if (part / 2 < block_line)
-            copy16(to + OWN_M + line * M_PITCH + part * 16, is_made ? (u64)(told.before + at * 64 + part * 8) : nowhere, is_made ? 16 : 0);
-        if (part < 4)
-            copy16(to + OWN_T + line * T_PITCH + part * 16, is_made ? (u64)(told.inverse + at * 16 + part * 4) : nowhere, is_made ? 16 : 0);
-    }
-#pragma unroll
-    for (int i = thread(); i < CHUNK * CHANNELS / 8; i += THREADS) {
-        int line = i / (CHANNELS / 8), part = i % (CHANNELS / 8);
-        bool is_there = line < left;
-        i64 value = (token + line) * told.value_row + walk.channel + part * 8;
-        copy16(to + OWN_VALUES + line * PITCH + part * 16, is_there ? (u64)(told.value + value) : nowhere, is_there ? 16 : 0);
+            copy16(to + OWN_M + (line + step) * M_PITCH + part * 16, before + step * HEADS * CHUNK * 2, is_made ? 16 : 0);
+        if (part < 4) copy16(to + OWN_T + (line + step) * T_PITCH + part * 16, inverse + step * HEADS * 16 * 4, is_made ? 16 : 0);
     }
     if (thread() < 2 * CHUNK) {
-        int line = thread() % CHUNK;
-        i64 at = (i64)(token + line) * HEADS + walk.head;
-        const float* from = thread() < CHUNK ? told.total + at : told.rate + at;
-        copy4(to + OWN_SUMS + thread() * 4, line < left ? (u64)from : nowhere, line < left ? 4 : 0);
+        int at = thread() % CHUNK;
+        const float* from = thread() < CHUNK ? told.total : told.rate;
+        copy4(to + OWN_SUMS + thread() * 4, (u64)(from + (token - line + at) * HEADS + walk.head), at < left ? 4 : 0);
     }
     commit();
 }
@@ -194,15 +191,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
         i64 goal = begin > walk.computed ? state_at(told, walk, begin) : -1;
         float last = number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4));
 #pragma unroll
-        for (int i = thread(); i < CHUNK * 16; i += THREADS) {
-            int line = i / 8 % CHUNK;
-            u32 at = i / (8 * CHUNK) * TILE + in_tile(line, i % 8);
+        for (int step = 0; step < CHUNK; step += LINES) {
+            int line = thread() / 8 + step;
             float weight = exponential(less(last, number(get(own + OWN_SUMS + line * 4))));
-            Four key = get4(own + at);
 #pragma unroll
-            for (int part = 0; part < 4; ++part)
-                key.x[part] = pack(times(widened(key.x[part] & 0xffff), weight), times(widened(key.x[part] >> 16), weight));
-            put4(base + WEIGHTED + at, key);
+            for (int half = 0; half < 2; ++half) {
+                u32 at = half * TILE + in_tile(thread() / 8, thread() % 8) + step * 128;
+                Four key = get4(own + at);
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    key.x[i] = pack(times(widened(key.x[i] & 0xffff), weight), times(widened(key.x[i] >> 16), weight));
+                put4(base + WEIGHTED + at, key);
+            }
         }
         seen_by_groups();
         float decay = exponential(last);
