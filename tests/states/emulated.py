@@ -63,7 +63,7 @@ def emulated(blocks: int) -> Iterator[list[str]]:
         launches.append("delta_prompts")
         groups = int(own["GROUPS"])
         blocks = num_rows * int(own["HEADS"]) * 2 // groups
-        _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), blocks, 128 * groups)
+        _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), blocks, delta_prompts.THREADS)
 
     def prepare(told: delta_prepare.Told, num_chunks: int, own: dict[str, int | str], _: torch.device) -> None:
         launches.append("delta_prepare")

@@ -208,6 +208,16 @@ static Four square_turned(u32 at) {
     });
     return y;
 }
+static void put_square_turned(u32 at, const Four& y) {
+    if (at % 16) abort();
+    exchange({y.x[0], y.x[1], y.x[2], y.x[3]}, [&](auto of) {
+        for (u32 k = 0, lane = current % 32; k < 8; ++k) {
+            u32 word = of(k * 4 + lane % 8 / 2, lane / 8);
+            u16 half = lane % 2 ? word >> 16 : word & 0xffff;
+            memcpy(memory + at + k * 2, &half, 2);
+        }
+    });
+}
 static u32 transposed(u32 x) {
     u32 y = 0;
     exchange({x}, [&](auto of) {

@@ -10,7 +10,8 @@
 // Invariant: the operations on a channel are those of `delta_walk`, in the same order; where that multiplies by zeros,
 // they may be left out.
 
-#define THREADS (128 * GROUPS)
+#define HELPERS (GROUPS == 1 ? 128 : 0)  // lanes that ask, weigh and write for a group alone
+#define THREADS (128 * GROUPS + HELPERS)
 #define CHANNELS (64 * GROUPS)
 #define PARTS (SIZE / CHANNELS)  // blocks of a head
 
@@ -34,7 +35,7 @@ struct Told {
 #define QUERIES (2 * TILE)
 #define OWN_F (4 * TILE)
 #define OWN_VALUES (5 * TILE)
-#define PITCH (2 * CHANNELS + 16)  // of values
+#define PITCH (2 * CHANNELS + 16)  // of values and results
 #define OWN_M (OWN_VALUES + CHUNK * PITCH)
 #define M_PITCH 144
 #define OWN_T (OWN_M + CHUNK * M_PITCH)
@@ -43,6 +44,7 @@ struct Told {
 #define OWN_RATES (OWN_SUMS + CHUNK * 4)
 #define CHUNK_BYTES ((OWN_RATES + CHUNK * 4 + 1023) / 1024 * 1024)
 #define WEIGHTED (2 * CHUNK_BYTES)
+#define RESULTS (WEIGHTED + 2 * TILE)  // of the chunk before
 
 // Of a tile, where 16 bytes of a line lie.
 __device__ inline u32 in_tile(u32 line, u32 part) { return line * 128 + (part ^ line % 8) * 16; }
@@ -57,7 +59,7 @@ struct Walk {
 // line, so that its addresses differ by constants.
 #define LINES (16 * GROUPS)
 __device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to) {
-    int left = walk.end - begin, line = thread() / 8, part = thread() % 8;
+    int left = walk.end - begin, line = (thread() - HELPERS) / 8, part = thread() % 8;
     i64 token = walk.token + begin - walk.computed + line;
     i64 block = walk.first_block + (begin - walk.computed) / 16 + line / 16;
     u64 key = (u64)(told.key + (token * KEY_HEADS + walk.key_head) * SIZE + part * 8);
@@ -83,10 +85,11 @@ __device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to
             copy16(to + OWN_M + (line + step) * M_PITCH + part * 16, before + step * HEADS * CHUNK * 2, is_made ? 16 : 0);
         if (part < 4) copy16(to + OWN_T + (line + step) * T_PITCH + part * 16, inverse + step * HEADS * 16 * 4, is_made ? 16 : 0);
     }
-    if (thread() < 2 * CHUNK) {
-        int at = thread() % CHUNK;
-        const float* from = thread() < CHUNK ? told.total : told.rate;
-        copy4(to + OWN_SUMS + thread() * 4, (u64)(from + (token - line + at) * HEADS + walk.head), at < left ? 4 : 0);
+    u32 mine = thread() - HELPERS;
+    if (mine < 2 * CHUNK) {
+        int at = mine % CHUNK;
+        const float* from = mine < CHUNK ? told.total : told.rate;
+        copy4(to + OWN_SUMS + mine * 4, (u64)(from + (token - line + at) * HEADS + walk.head), at < left ? 4 : 0);
     }
     commit();
 }
@@ -115,6 +118,37 @@ __device__ inline Two written(u32 low, u32 high, u32 lane) {
     bool is_odd = lane % 2;
     u32 other = from_lane(is_odd ? low : high, lane ^ 1);
     return is_odd ? Two{{other, high}} : Two{{low, other}};
+}
+
+// Weigh a chunk's keys by what is left of them at its end.
+__device__ inline void weigh(u32 own, u32 to, float last) {
+#pragma unroll
+    for (int step = 0; step < CHUNK; step += LINES) {
+        int line = (thread() - HELPERS) / 8 + step;
+        float weight = exponential(less(last, number(get(own + OWN_SUMS + line * 4))));
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 at = half * TILE + in_tile(line - step, thread() % 8) + step * 128;
+            Four key = get4(own + at);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                key.x[i] = pack(times(widened(key.x[i] & 0xffff), weight), times(widened(key.x[i] >> 16), weight));
+            put4(to + at, key);
+        }
+    }
+}
+
+// Write the results of the chunk at `begin`.
+__device__ inline void write_results(const Told& told, const Walk& walk, int begin, u32 from) {
+    int line = (thread() - HELPERS) / 8, part = thread() % 8;
+    i64 token = walk.token + begin - walk.computed + line;
+    u64 goal = (u64)(told.out + token * HEADS * SIZE + walk.channel + part * 8);
+#pragma unroll
+    for (int step = 0; step < CHUNK; step += LINES)
+#pragma unroll
+        for (int half = 0; half < GROUPS; ++half)
+            if (line + step < walk.end - begin)
+                write(goal + (step * HEADS * SIZE + half * 64) * 2, get4(from + (line + step) * PITCH + part * 16 + half * 128));
 }
 
 // Where the head's state behind `border` tokens is kept; -1: it is not.
@@ -152,26 +186,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     walk.states = told.state_table + told.rows[row] * told.state_columns;
     walk.inputs = told.input_table + told.rows[row] * told.input_columns;
     int kept_from = max(walk.computed, (walk.end - 1) / CHUNK * CHUNK - CHUNK), held;
+    bool is_group = !HELPERS || warp < 4, is_helper = !HELPERS || warp >= 4;
     u32 first = walk.channel % SIZE + warp * 16, channel = first + lane / 4;  // and that + 8
-    float state[16][4];
+    float state[16][4] = {};
     i64 source = walk.computed > 0 ? state_at(told, walk, walk.computed) : -1;
+    if (is_group && source >= 0)
 #pragma unroll
-    for (int j = 0; j < 16; ++j)
+        for (int j = 0; j < 16; ++j)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            int key = j * 8 + lane % 4 * 2 + i % 2;
-            state[j][i] = source >= 0 ? told.state[source + key * SIZE + channel + i / 2 * 8] : 0.0f;
-        }
+            for (int i = 0; i < 4; ++i)
+                state[j][i] = told.state[source + (j * 8 + lane % 4 * 2 + i % 2) * SIZE + channel + i / 2 * 8];
     wait_for_before();
-    ask(told, walk, walk.computed, base);
+    if (is_helper) ask(told, walk, walk.computed, base);
     keep(told, walk, kept_from);
-    for (int begin = walk.computed, turn = 0; begin < walk.end; begin += CHUNK, turn ^= 1) {
-        u32 own = base + turn * CHUNK_BYTES;
+    auto help = [&](int begin, u32 own, u32 next) {
+        if (walk.end - begin > CHUNK) ask(told, walk, begin + CHUNK, next);
+        if (begin > walk.computed) write_results(told, walk, begin - CHUNK, base + RESULTS);
+        weigh(own, base + WEIGHTED, number(get(own + OWN_SUMS + (min(walk.end - begin, CHUNK) - 1) * 4)));
+        seen_by_groups();
+    };
+    int begin = walk.computed;
+    for (int turn = 0; begin < walk.end; begin += CHUNK, turn ^= 1) {
+        u32 own = base + turn * CHUNK_BYTES, next = base + (turn ^ 1) * CHUNK_BYTES;
         int left = walk.end - begin;
         arrived<0>();
         seen_by_groups();
         together();  // the chunk is there, and nobody is behind
-        Four rounded[8];
+        if (!is_group) {
+            help(begin, own, next);
+            together();
+            continue;
+        }
+        Four rounded[8], update[4];
 #pragma unroll
         for (int step = 0; step < 8; ++step)
 #pragma unroll
@@ -187,27 +233,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
         for (int step = 0; step < 8; ++step)
             group_multiply(of_query, rounded[step], own + QUERIES + step / 4 * TILE + step % 4 * 32);
         group_commit();
-        if (left > CHUNK) ask(told, walk, begin + CHUNK, base + (turn ^ 1) * CHUNK_BYTES);
         i64 goal = begin > walk.computed ? state_at(told, walk, begin) : -1;
-        float last = number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4));
-#pragma unroll
-        for (int step = 0; step < CHUNK; step += LINES) {
-            int line = thread() / 8 + step;
-            float weight = exponential(less(last, number(get(own + OWN_SUMS + line * 4))));
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                u32 at = half * TILE + in_tile(thread() / 8, thread() % 8) + step * 128;
-                Four key = get4(own + at);
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    key.x[i] = pack(times(widened(key.x[i] & 0xffff), weight), times(widened(key.x[i] >> 16), weight));
-                put4(base + WEIGHTED + at, key);
-            }
-        }
-        seen_by_groups();
-        float decay = exponential(last);
+        if (is_helper) help(begin, own, next);
+        float decay = exponential(number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4)));
         group_arrived<1>(of_key);
-        Four update[4];
 #pragma unroll
         for (int block = 0; block < 4; ++block) {
             float of_m[2][4] = {};
@@ -252,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
 #pragma unroll
                 for (int i = 0; i < 4; ++i) state[j][i] = times(decay, state[j][i]);
         }
-        together();  // weighted keys are there
+        together();  // weighted keys are there, and results of the chunk before are written
         group_arrived<0>(of_query);
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
@@ -270,22 +299,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
         group_commit();
         group_arrived<1>(of_query);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            int line = j * 8 + lane / 4;
-            u32 mine = first + lane % 2 * 8 + lane % 4 / 2 * 4;
-            Two result = written(pack(of_query[j][0], of_query[j][1]), pack(of_query[j][2], of_query[j][3]), lane);
-            i64 token = walk.token + begin - walk.computed + line;
-            if (line < left) write2((u64)(told.out + (token * HEADS + walk.head) * SIZE + mine), result);
-            if (begin >= kept_from) {
-                Two kept = written(update[j / 2].x[j % 2 * 2], update[j / 2].x[j % 2 * 2 + 1], lane);
-                int at = begin + min(line, left - 1);
-                u64 goal = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, updates, held);
-                if (held > 0 && line < left) write2((u64)(told.update_kept + goal + walk.head * SIZE + mine), kept);
-            }
+        for (int j = 0; j < 8; j += 2) {
+            u32 at = base + RESULTS + (j * 8 + lane / 16 * 8 + lane % 8) * PITCH + warp * 32 + lane / 8 % 2 * 16;
+            put_square_turned(at, Four{{pack(of_query[j][0], of_query[j][1]), pack(of_query[j][2], of_query[j][3]),
+                                        pack(of_query[j + 1][0], of_query[j + 1][1]), pack(of_query[j + 1][2], of_query[j + 1][3])}});
         }
+        if (begin >= kept_from)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                int line = j * 8 + lane / 4, at = begin + min(line, left - 1);
+                Two kept = written(update[j / 2].x[j % 2 * 2], update[j / 2].x[j % 2 * 2 + 1], lane);
+                u64 where = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, updates, held);
+                u64 mine = where + walk.head * SIZE + first + lane % 2 * 8 + lane % 4 / 2 * 4;
+                if (held > 0 && line < left) write2((u64)(told.update_kept + mine), kept);
+            }
         group_arrived<0>(state);
     }
-    i64 goal = walk.end % CHUNK ? -1 : state_at(told, walk, walk.end);
+    together();
+    if (is_helper) write_results(told, walk, begin - CHUNK, base + RESULTS);
+    i64 goal = walk.end % CHUNK || !is_group ? -1 : state_at(told, walk, walk.end);
     if (goal >= 0)
 #pragma unroll
         for (int j = 0; j < 16; ++j) write_keys(told.state + goal, j, state[j], channel, lane);

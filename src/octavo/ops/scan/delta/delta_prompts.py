@@ -15,7 +15,8 @@ from octavo.ops.scan.delta import loading
 from octavo.ops.scan.kept import Form
 
 serves = loading.serves
-GROUPS = 2  # warp groups of a block, each with 64 channels of a head
+GROUPS = 2  # warp groups of a block, each with 64 channels of a head; four warps help one alone
+THREADS = 256
 
 
 class Told(ctypes.Structure):
@@ -43,10 +44,11 @@ def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype
 
 
 def shared_bytes(own: dict[str, int | str]) -> int:
-    """Of a block: two chunks' operands, and weighted keys of one."""
+    """Of a block: two chunks' operands, and weighted keys and results of one."""
     pitch = 128 * int(own["GROUPS"]) + 16
     chunk = 5 * 64 * 128 + 64 * (pitch + 144 + 96) + 512
-    return 2 * (-(-chunk // 1024) * 1024) + 2 * 64 * 128
+    return 2 * (-(-chunk // 1024) * 1024) + 2 * 64 * 128 + 64 * pitch
+
 
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
@@ -57,4 +59,4 @@ def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
 def launch(told: Told, num_rows: int, own: dict[str, int | str], device: torch.device) -> None:
     """Run it. Ask `is_loaded` first."""
     blocks = num_rows * int(own["HEADS"]) * 2 // int(own["GROUPS"])
-    loading.run("delta_prompts", told, blocks, 128 * int(own["GROUPS"]), shared_bytes(own), own, device)
+    loading.run("delta_prompts", told, blocks, THREADS, shared_bytes(own), own, device)
