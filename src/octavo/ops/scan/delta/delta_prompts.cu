@@ -159,11 +159,10 @@ __device__ inline i64 state_at(const Told& told, const Walk& walk, int border) {
     return held > 0 ? (i64)goal : -1;
 }
 
-// Of eight keys, what the lane has of a state.
-__device__ inline void write_keys(float* goal, int eight, const float (&state)[4], u32 channel, u32 lane) {
+// Of eight keys, what the lane has of a state. goal: of its first key and channel.
+__device__ inline void write_keys(float* goal, int eight, const float (&state)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        goal[(eight * 8 + lane % 4 * 2 + i % 2) * SIZE + channel + i / 2 * 8] = state[i];
+    for (int i = 0; i < 4; ++i) goal[(eight * 8 + i % 2) * SIZE + i / 2 * 8] = state[i];
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __grid_constant__ Told told) {
@@ -187,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     walk.inputs = told.input_table + told.rows[row] * told.input_columns;
     int kept_from = max(walk.computed, (walk.end - 1) / CHUNK * CHUNK - CHUNK), held;
     bool is_group = !HELPERS || warp < 4, is_helper = !HELPERS || warp >= 4;
-    u32 first = walk.channel % SIZE + warp * 16, channel = first + lane / 4;  // and that + 8
+    u32 first = walk.channel % SIZE + warp * 16, lane_first = lane % 4 * 2 * SIZE + first + lane / 4;
     float state[16][4] = {};
     i64 source = walk.computed > 0 ? state_at(told, walk, walk.computed) : -1;
     if (is_group && source >= 0)
@@ -195,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
         for (int j = 0; j < 16; ++j)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                state[j][i] = told.state[source + (j * 8 + lane % 4 * 2 + i % 2) * SIZE + channel + i / 2 * 8];
+                state[j][i] = told.state[source + lane_first + (j * 8 + i % 2) * SIZE + i / 2 * 8];
     wait_for_before();
     if (is_helper) ask(told, walk, walk.computed, base);
     keep(told, walk, kept_from);
@@ -218,6 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             continue;
         }
         Four rounded[8], update[4];
+        float begun[8][2];
 #pragma unroll
         for (int step = 0; step < 8; ++step)
 #pragma unroll
@@ -234,6 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             group_multiply(of_query, rounded[step], own + QUERIES + step / 4 * TILE + step % 4 * 32);
         group_commit();
         i64 goal = begin > walk.computed ? state_at(told, walk, begin) : -1;
+        float* kept = told.state + goal + lane_first;
         if (is_helper) help(begin, own, next);
         float decay = exponential(number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4)));
         group_arrived<1>(of_key);
@@ -255,10 +256,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
                 u32 at = (block * 16 + half * 8 + lane % 4 * 2) * 4;
                 Two sums = get2(own + OWN_SUMS + at), rates = get2(own + OWN_RATES + at);
 #pragma unroll
+                for (int i = 0; i < 2; ++i) begun[2 * block + half][i] = exponential(number(sums.x[i]));
+#pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    float begun = exponential(number(sums.x[i % 2]));
                     u32 word = values.x[2 * half + i / 2];
-                    float right = less(widened(i % 2 ? word >> 16 : word & 0xffff), times(begun, of_key[2 * block + half][i]));
+                    float right = less(widened(i % 2 ? word >> 16 : word & 0xffff), times(begun[2 * block + half][i % 2], of_key[2 * block + half][i]));
                     float rest = less(times(number(rates.x[i % 2]), right), of_m[half][i]);
                     (i % 2 ? odd : even).x[half * 2 + i / 2] = bits_of(rest);
                 }
@@ -273,22 +275,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) update[block].x[i] = pack(found[i / 2][i % 2 * 2], found[i / 2][i % 2 * 2 + 1]);
+            if (block == 1) group_arrived<0>(of_query);
+#pragma unroll
+            for (int j = block > 1 ? 2 * block : 0; j < (block > 0 ? 2 * block + 2 : 0); ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) of_query[j][i] = times(begun[j][i % 2], of_query[j][i]);
             if (goal >= 0)  // of the chunk before: a few at a time, so that nothing waits behind them
 #pragma unroll
-                for (int j = 4 * block; j < 4 * block + 4; ++j) write_keys(told.state + goal, j, state[j], channel, lane);
+                for (int j = 4 * block; j < 4 * block + 4; ++j) write_keys(kept, j, state[j]);
 #pragma unroll
             for (int j = 4 * block; j < 4 * block + 4; ++j)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) state[j][i] = times(decay, state[j][i]);
         }
         together();  // weighted keys are there, and results of the chunk before are written
-        group_arrived<0>(of_query);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            Two sums = get2(own + OWN_SUMS + (j * 8 + lane % 4 * 2) * 4);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) of_query[j][i] = times(exponential(number(sums.x[i % 2])), of_query[j][i]);
-        }
         hold(update), hold(of_query), hold(state);
         group_begin();
 #pragma unroll
@@ -308,17 +308,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 int line = j * 8 + lane / 4, at = begin + min(line, left - 1);
-                Two kept = written(update[j / 2].x[j % 2 * 2], update[j / 2].x[j % 2 * 2 + 1], lane);
+                Two own_update = written(update[j / 2].x[j % 2 * 2], update[j / 2].x[j % 2 * 2 + 1], lane);
                 u64 where = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, updates, held);
                 u64 mine = where + walk.head * SIZE + first + lane % 2 * 8 + lane % 4 / 2 * 4;
-                if (held > 0 && line < left) write2((u64)(told.update_kept + mine), kept);
+                if (held > 0 && line < left) write2((u64)(told.update_kept + mine), own_update);
             }
         group_arrived<0>(state);
     }
     together();
     if (is_helper) write_results(told, walk, begin - CHUNK, base + RESULTS);
     i64 goal = walk.end % CHUNK || !is_group ? -1 : state_at(told, walk, walk.end);
+    float* kept = told.state + goal + lane_first;
     if (goal >= 0)
 #pragma unroll
-        for (int j = 0; j < 16; ++j) write_keys(told.state + goal, j, state[j], channel, lane);
+        for (int j = 0; j < 16; ++j) write_keys(kept, j, state[j]);
 }
