@@ -72,13 +72,14 @@ typedef Four Given[CHUNK / WARPS];
 // Ask for queries and keys of the chunk: of one token in eight a warp, eight channels a lane.
 __device__ inline void ask(const Told& told, const Part& part, Given& given, u32 warp, u32 lane) {
     constexpr Form keys{KEY_FORM};
+    u64 inner = (u64)(told.qkv + (lane / 16 * KEY_HEADS + part.key_head) * SIZE + lane % 16 * 8);
+    u64 from = inner + part.fresh(part.begin + warp) * told.qkv_row * 2, step = told.qkv_row * (2 * WARPS);
 #pragma unroll
-    for (int i = 0; i < CHUNK / WARPS; ++i) {
+    for (int i = 0; i < CHUNK / WARPS; ++i, from += step) {
         int at = part.begin + i * WARPS + warp, held = 0;
         given[i] = Four{};
         if (part.is_new(at)) {
-            i64 inner = (lane / 16 * KEY_HEADS + part.key_head) * SIZE + lane % 16 * 8;
-            given[i] = read((u64)(told.qkv + part.fresh(at) * told.qkv_row + inner));
+            given[i] = read(from);
         } else if (at < part.computed && lane >= 16) {
             u64 where = kept_at(told, part, at, keys, held) + part.key_head * SIZE + lane % 16 * 8;
             if (held > 0) given[i] = read((u64)(told.key_kept + where));
@@ -86,17 +87,37 @@ __device__ inline void ask(const Told& told, const Part& part, Given& given, u32
     }
 }
 
-// The step's are written of norm 1, and all go to shared memory.
+// Of `count` numbers a lane gives those that belong to its partner, `apart` lanes on, and adds the partner's to the rest.
+template <int COUNT> __device__ inline void halve(float (&total)[CHUNK / WARPS], u32 apart, u32 lane) {
+    bool is_high = lane & apart;
+#pragma unroll
+    for (int i = 0; i < COUNT / 2; ++i) {
+        float mine = is_high ? total[COUNT / 2 + i] : total[i], other = is_high ? total[i] : total[COUNT / 2 + i];
+        total[i] = plus(mine, number(from_lane(bits_of(other), lane ^ apart)));
+    }
+}
+
+// The step's are written of norm 1, and all go to shared memory. Of each two lanes one token's sum is made of all parts.
 __device__ inline void norm(const Told& told, const Part& part, Given& given, u32 base, u32 warp, u32 lane) {
+    float total[CHUNK / WARPS];
+#pragma unroll
+    for (int i = 0; i < CHUNK / WARPS; ++i) total[i] = sum_of_squares(given[i]);
+    halve<8>(total, 8, lane);
+    halve<4>(total, 4, lane);
+    halve<2>(total, 2, lane);
+    float factor = one_over_norm(plus(total[0], number(from_lane(bits_of(total[0]), lane ^ 1))));
+    if (lane < 16) factor = times(factor, told.scale);
+    i64 goal = (part.fresh(part.begin + warp) * KEY_HEADS + part.key_head) * SIZE + lane % 16 * 8;
+    u64 first = (u64)((lane < 16 ? told.query : told.key) + goal);
+    u32 to = base + (lane < 16 ? QUERIES : 0) + warp * PITCH + lane % 16 * 16;
 #pragma unroll
     for (int i = 0; i < CHUNK / WARPS; ++i) {
-        int line = i * WARPS + warp, at = part.begin + line;
-        if (part.is_new(at)) {
-            given[i] = normed(given[i], told.scale, lane);
-            u16* goal = lane < 16 ? told.query : told.key;
-            write((u64)(goal + (part.fresh(at) * KEY_HEADS + part.key_head) * SIZE + lane % 16 * 8), given[i]);
+        float own = number(from_lane(bits_of(factor), lane / 16 * 16 + 2 * i));
+        if (part.is_new(part.begin + i * WARPS + warp)) {
+            given[i] = scaled(given[i], own);
+            write(first + i * WARPS * KEY_HEADS * SIZE * 2, given[i]);
         }
-        put4(base + (lane < 16 ? QUERIES : 0) + line * PITCH + lane % 16 * 16, given[i]);
+        put4(to + i * WARPS * PITCH, given[i]);
     }
 }
 
