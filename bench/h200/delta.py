@@ -129,7 +129,7 @@ def step_times(name: str, num_rows: int, computed: int) -> str:
 
 # How prompts are walked, and chunks made ready: warp groups of a block that walks, and blocks of a processor that makes
 # ready; 0 is Triton's.
-WALKING = ((0, 0), (2, 0), (1, 0), (2, 3), (2, 2), (1, 3))
+WALKING = ((0, 0), (2, 0), (1, 0), (2, 4), (2, 3), (1, 4))
 
 
 @contextlib.contextmanager
@@ -141,7 +141,7 @@ def walking(groups: int, resident: int) -> Iterator[None]:
     with (
         copying(*kernels),
         mock.patch.object(delta_prompts, "GROUPS", groups or 2),
-        mock.patch.object(delta_prepare, "RESIDENT", resident or 3),
+        mock.patch.dict(delta_prepare.RESIDENT, {2: resident or 4}),
     ):
         yield
 
@@ -303,7 +303,7 @@ def main() -> None:
         for counts in (*prompts, *(() if DRY else ([2048] * 4, [1024] * 8, [64], [40] * 4, [300] * 27))):
             states.attempt(f"walked {len(counts)} x {counts[0]}", walk_steps, counts)
         states.attempt("compared", checks)
-        for groups, resident in ((2, 3), (1, 3)):
+        for groups, resident in ((2, 4), (1, 3)):
             states.attempt(f"bits over cuts, {groups} groups, {resident} blocks", walk_bits, groups, resident)
     if "decode" in sys.argv:
         for num_rows, computed in ((1, 70),) if DRY else ((1, 1056), (64, 1056), (64, 1087), (256, 160)):

@@ -12,9 +12,9 @@
 #define WARPS 8
 #define PITCH 272
 #define QUERIES (CHUNK * PITCH)
-#define ROOMS (2 * CHUNK * PITCH)  // of a warp: 16 lines of M or factors, to be written whole
+#define ROOMS (2 * CHUNK * PITCH)  // of a warp that makes M: 16 lines, to be written whole; factors take the queries' place
 #define ROOM_PITCH 144
-#define TRIANGLES (ROOMS + WARPS * 16 * ROOM_PITCH)
+#define TRIANGLES (ROOMS + WARPS / 2 * 16 * ROOM_PITCH)
 #define SUMS (TRIANGLES + PER * 4 * 1024)
 #define RATES (SUMS + PER * CHUNK * 4)
 
@@ -225,7 +225,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
     if (!is_made) return;
     bool is_whole = part.computed % CHUNK;  // another kernel reads all
     bool is_full = part.begin + first + 16 <= part.end;
-    u32 room = base + ROOMS + warp * 16 * ROOM_PITCH;
+    u32 room = base + (is_factor ? QUERIES + first * PITCH : ROOMS + warp * 16 * ROOM_PITCH);
+    u32 pitch = is_factor ? PITCH : ROOM_PITCH;
     i64 line = ((i64)(part.first_block + block) * HEADS + part.key_head * PER) * 16;
 #pragma unroll 1
     for (int head = 0; head < PER; ++head, line += 16) {
@@ -244,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
             bool is_own = tile / 2 == block;
             if (tile / 2 > block) {
                 if (is_whole)
-                    for (int half = 0; half < 2; ++half) put(room + (lane / 4 + half * 8) * ROOM_PITCH + column * 2, 0);
+                    for (int half = 0; half < 2; ++half) put(room + (lane / 4 + half * 8) * pitch + column * 2, 0);
                 continue;
             }
             Two then = get2(sums + column * 4);
@@ -270,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
                     put(triangle + row * 64 + (column - first) * 4 + 4, bits_of(scaled[2 * half + 1]));
                     both = 0;
                 }
-                put(room + row * ROOM_PITCH + column * 2, both);
+                put(room + row * pitch + column * 2, both);
             }
         }
         warp_together();
@@ -278,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
 #pragma unroll
         for (int i = lane; i < 16 * 8; i += 32)
             if (is_whole || i % 8 / 2 < block + is_factor)
-                write((u64)(goal + i / 8 * CHUNK + i % 8 * 8), get4(room + i / 8 * ROOM_PITCH + i % 8 * 16));
+                write((u64)(goal + i / 8 * CHUNK + i % 8 * 8), get4(room + i / 8 * pitch + i % 8 * 16));
     }
     if (is_factor) return;
     i64 made = ((i64)(part.first_block + block) * HEADS + part.key_head * PER) * 256;
