@@ -56,7 +56,7 @@ _COPIED: tuple[ModuleType, ...] = (delta_step, delta_prompts, delta_prepare)
 _FEWEST_STEPS, _FEWEST_WALKS = 128, 512
 _EXAMPLES = {
     delta_step: (delta_check.DECODED, delta_check.ENDING),
-    delta_prompts: (delta_check.PROMPT,),
+    delta_prompts: (delta_check.PROMPT, delta_check.CONTINUED),
     delta_prepare: (delta_check.CONTINUED,),
 }
 _agreed: dict[tuple[object, ...], bool] = {}  # by kernel, GPU and what it was compiled for
@@ -183,11 +183,13 @@ def _scan_rows(
         made = _prepare(own, told, rule, given, which)
     if is_copied:
         _walk(own, told, rule, qkv, made, out, which)
+        if side_by_side.current() is None:  # else those that it is compared with compile as well
+            return
     query, key, total, rate, *blocks = made
     forms = dict(zip(_FORMS, told.forms, strict=True))
     taken = query, key, qkv[:, 2 * rule.num_key_heads * keys :], qkv.stride(0), total, rate, *blocks, out
     taken += step.rows, step.query_start, step.seq_lens, ahead, len(step.rows), *told.tables
-    if walks and (not is_copied or side_by_side.current() is not None):  # rows that begin at a border
+    if walks:  # rows that begin at a border
         named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM")}
         wide, warps = _tile(values, _WALKING)
         delta_walk[heads * -(-values // wide), num_rows](
@@ -249,8 +251,8 @@ def _walk(
     out: Tensor,
     which: tuple[Tensor, int],
 ) -> None:
-    """What `delta_walk` does, by `delta_prompts`. made: see `_ready`."""
-    step, kept, (query, key, *others) = own.inputs, told.kept[:4], made
+    """What `delta_walk` and `delta_scan` do, by `delta_prompts`. made: see `_ready`."""
+    step, kept, (query, key, *others) = own.inputs, told.kept, made
     macros = delta_prompts.macros((rule.num_heads, rule.num_key_heads), own.block_size, told.forms, qkv.dtype)
     state_table, state_columns, input_table, input_columns = told.tables
     given = query, key, qkv[:, 2 * rule.num_key_heads * rule.key_size :], *others, out

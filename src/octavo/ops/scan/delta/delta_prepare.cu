@@ -6,7 +6,7 @@
 // of a processor has as much to do as the others.
 //
 // Invariant: the operations on a number are those of `normalize_keys`, `scan_gates` and `delta_chunks`, in the same
-// order. Of rows that begin at a border nothing is written that `delta_prompts` does not read.
+// order. Nothing is written that `delta_prompts` does not read.
 
 #define THREADS 256
 #define WARPS 8
@@ -223,7 +223,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
         if (is_kept && held > 0) told.total_kept[goal + head] = sum;
     }
     if (!is_made) return;
-    bool is_whole = part.computed % CHUNK;  // another kernel reads all
     bool is_full = part.begin + first + 16 <= part.end;
     u32 room = base + (is_factor ? QUERIES + first * PITCH : ROOMS + warp * 16 * ROOM_PITCH);
     u32 pitch = is_factor ? PITCH : ROOM_PITCH;
@@ -243,11 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
         for (int tile = 0; tile < 8; ++tile) {
             int column = tile * 8 + lane % 4 * 2;
             bool is_own = tile / 2 == block;
-            if (tile / 2 > block) {
-                if (is_whole)
-                    for (int half = 0; half < 2; ++half) put(room + (lane / 4 + half * 8) * pitch + column * 2, 0);
-                continue;
-            }
+            if (tile / 2 > block) continue;
             Two then = get2(sums + column * 4);
             float scaled[4];
 #pragma unroll
@@ -265,20 +260,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 u32 row = lane / 4 + half * 8;
-                u32 both = pack(scaled[2 * half], scaled[2 * half + 1]);
                 if (!is_factor && is_own) {
                     put(triangle + row * 64 + (column - first) * 4, bits_of(scaled[2 * half]));
                     put(triangle + row * 64 + (column - first) * 4 + 4, bits_of(scaled[2 * half + 1]));
-                    both = 0;
+                } else {
+                    put(room + row * pitch + column * 2, pack(scaled[2 * half], scaled[2 * half + 1]));
                 }
-                put(room + row * pitch + column * 2, both);
             }
         }
         warp_together();
         u16* goal = (is_factor ? told.factor : told.before) + line * CHUNK;
 #pragma unroll
         for (int i = lane; i < 16 * 8; i += 32)
-            if (is_whole || i % 8 / 2 < block + is_factor)
+            if (i % 8 / 2 < block + is_factor)
                 write((u64)(goal + i / 8 * CHUNK + i % 8 * 8), get4(room + i / 8 * pitch + i % 8 * 16));
     }
     if (is_factor) return;

@@ -1,4 +1,4 @@
-// The gated delta rule over prompts from a border on: chunks walked one behind the other. Told of by delta_prompts.py.
+// The gated delta rule over prompts: chunks walked one behind the other. Told of by delta_prompts.py.
 //
 // A block has a row and 64 * GROUPS channels of a head; a warp 16 of them, whose state it holds in registers, transposed:
 // [channels, keys]. So are all products: what one gives, as the matrix unit lays it, is what the next takes for its first
@@ -7,8 +7,11 @@
 // computed. Products of all 64 tokens are a warp group's, which reads an operand once for its four warps; those of M and
 // T, between which a block of 16 tokens waits for the one before it, are a warp's.
 //
-// Invariant: the operations on a channel are those of `delta_walk`, in the same order; where that multiplies by zeros,
-// they may be left out.
+// A step may begin within a chunk, which then has the tokens before as they are kept, and the updates of whole blocks of
+// 16 before.
+//
+// Invariant: the operations on a channel are those of `delta_walk` and `delta_scan`, in the same order; where those
+// multiply by zeros, they may be left out.
 
 #define HELPERS (GROUPS == 1 ? 128 : 0)  // lanes that ask, weigh and write for a group alone
 #define THREADS (128 * GROUPS + HELPERS)
@@ -25,6 +28,7 @@ struct Told {
     const int *query_start, *seq_lens, *num_ahead, *state_table, *input_table;
     float* state;
     u16 *key_kept, *value_kept, *update_kept;
+    const float *total_kept, *rate_kept;
     i64 value_row;
     int state_columns, input_columns, state_first, input_first, num_rows;
 };
@@ -51,7 +55,7 @@ __device__ inline u32 in_tile(u32 line, u32 part) { return line * 128 + (part ^ 
 
 // A row's walk.
 struct Walk {
-    int token, end, computed, first_block, head, key_head, channel;
+    int token, end, computed, begin, first_block, head, key_head, channel;  // first_block: of position 0
     const int *states, *inputs;
 };
 
@@ -61,7 +65,7 @@ struct Walk {
 __device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to) {
     int left = walk.end - begin, line = (thread() - HELPERS) / 8, part = thread() % 8;
     i64 token = walk.token + begin - walk.computed + line;
-    i64 block = walk.first_block + (begin - walk.computed) / 16 + line / 16;
+    i64 block = walk.first_block + (begin + line) / 16;
     u64 key = (u64)(told.key + (token * KEY_HEADS + walk.key_head) * SIZE + part * 8);
     u64 query = key - (u64)told.key + (u64)told.query, own_line = (block * HEADS + walk.head) * 16 + line % 16;
     u64 before = (u64)(told.before + own_line * CHUNK + part * 8), factor = before - (u64)told.before + (u64)told.factor;
@@ -90,6 +94,45 @@ __device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to
         int at = mine % CHUNK;
         const float* from = mine < CHUNK ? told.total : told.rate;
         copy4(to + OWN_SUMS + mine * 4, (u64)(from + (token - line + at) * HEADS + walk.head), at < left ? 4 : 0);
+    }
+    commit();
+}
+
+// The same of a chunk that the step begins within. Values of whole blocks before are their updates.
+__device__ inline void ask_open(const Told& told, const Walk& walk, u32 to) {
+    constexpr Form keys{KEY_FORM}, values{VALUE_FORM}, updates{UPDATE_FORM}, totals{TOTAL_FORM}, rates{RATE_FORM};
+    u32 part = thread() % 8;
+    int held, known = walk.computed / 16 * 16;
+#pragma unroll 1
+    for (u32 line = (thread() - HELPERS) / 8; line < CHUNK; line += LINES) {
+        int at = walk.begin + line, bytes = at < walk.end ? 16 : 0, sum_bytes = bytes / 4;
+        bool is_old = at < walk.computed, is_made = at >= known && at / 16 * 16 < walk.end;
+        i64 token = (i64)walk.token + at - walk.computed, own_line = ((i64)(walk.first_block + at / 16) * HEADS + walk.head) * 16 + at % 16;
+        const u16 *key = told.key + (token * KEY_HEADS + walk.key_head) * SIZE, *query = told.query + (key - told.key);
+        const u16* value = told.value + token * told.value_row;
+        const float *total = told.total + token * HEADS, *rate = told.rate + token * HEADS;
+        if (is_old) {
+            key = told.key_kept + place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, keys, held) + walk.key_head * SIZE;
+            u64 where = at < known ? place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, updates, held)
+                                   : place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, values, held);
+            value = (at < known ? told.update_kept : told.value_kept) + where;
+            total = told.total_kept + place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, totals, held);
+            rate = told.rate_kept + place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, rates, held);
+        }
+        for (int half = 0; half < 2; ++half) {
+            u32 tile = to + half * TILE + in_tile(line, part);
+            copy16(tile, (u64)(key + half * 64 + part * 8), bytes);
+            copy16(tile + QUERIES, (u64)(query + half * 64 + part * 8), is_old ? 0 : bytes);
+        }
+        for (int half = 0; half < GROUPS; ++half)
+            copy16(to + OWN_VALUES + line * PITCH + part * 16 + half * 128, (u64)(value + walk.channel + half * 64 + part * 8), bytes);
+        copy16(to + OWN_F + in_tile(line, part), (u64)(told.factor + own_line * CHUNK + part * 8), is_made && part / 2 <= line / 16 ? 16 : 0);
+        if (part / 2 < line / 16)
+            copy16(to + OWN_M + line * M_PITCH + part * 16, (u64)(told.before + own_line * CHUNK + part * 8), is_made ? 16 : 0);
+        if (part < 4)
+            copy16(to + OWN_T + line * T_PITCH + part * 16, (u64)(told.inverse + own_line * 16 + part * 4), is_made ? 16 : 0);
+        if (part < 2)
+            copy4(to + (part ? OWN_RATES : OWN_SUMS) + line * 4, (u64)((part ? rate : total) + walk.head), sum_bytes);
     }
     commit();
 }
@@ -147,7 +190,7 @@ __device__ inline void write_results(const Told& told, const Walk& walk, int beg
     for (int step = 0; step < CHUNK; step += LINES)
 #pragma unroll
         for (int half = 0; half < GROUPS; ++half)
-            if (line + step < walk.end - begin)
+            if (line + step < walk.end - begin && line + step >= walk.computed - begin)
                 write(goal + (step * HEADS * SIZE + half * 64) * 2, get4(from + (line + step) * PITCH + part * 16 + half * 128));
 }
 
@@ -175,20 +218,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     Walk walk;
     walk.token = told.query_start[row], walk.end = told.seq_lens[row];
     walk.computed = walk.end - (told.query_start[row + 1] - walk.token);
-    if (!is_row || walk.computed >= walk.end || walk.computed < 0 || walk.computed % CHUNK) {  // nothing, padding, another's
+    if (!is_row || walk.computed >= walk.end || walk.computed < 0) {  // nothing, or padding
         wait_for_before();  // or the kernel behind would begin before what is ahead has ended
         return;
     }
     walk.channel = block() % (HEADS * PARTS) * CHANNELS;
     walk.head = walk.channel / SIZE, walk.key_head = walk.head / (HEADS / KEY_HEADS);
-    walk.first_block = walk.token / 16 + 2 * row;
+    walk.begin = walk.computed / CHUNK * CHUNK;
+    walk.first_block = walk.token / 16 + 2 * row - walk.computed / 16;
     walk.states = told.state_table + told.rows[row] * told.state_columns;
     walk.inputs = told.input_table + told.rows[row] * told.input_columns;
     int kept_from = max(walk.computed, (walk.end - 1) / CHUNK * CHUNK - CHUNK), held;
     bool is_group = !HELPERS || warp < 4, is_helper = !HELPERS || warp >= 4;
     u32 first = walk.channel % SIZE + warp * 16, lane_first = lane % 4 * 2 * SIZE + first + lane / 4;
     float state[16][4] = {};
-    i64 source = walk.computed > 0 ? state_at(told, walk, walk.computed) : -1;
+    i64 source = walk.begin > 0 ? state_at(told, walk, walk.begin) : -1;
     if (is_group && source >= 0)
 #pragma unroll
         for (int j = 0; j < 16; ++j)
@@ -196,15 +240,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             for (int i = 0; i < 4; ++i)
                 state[j][i] = told.state[source + lane_first + (j * 8 + i % 2) * SIZE + i / 2 * 8];
     wait_for_before();
-    if (is_helper) ask(told, walk, walk.computed, base);
+    if (is_helper && walk.begin < walk.computed) ask_open(told, walk, base);
+    else if (is_helper) ask(told, walk, walk.begin, base);
     keep(told, walk, kept_from);
     auto help = [&](int begin, u32 own, u32 next) {
         if (walk.end - begin > CHUNK) ask(told, walk, begin + CHUNK, next);
-        if (begin > walk.computed) write_results(told, walk, begin - CHUNK, base + RESULTS);
+        if (begin > walk.begin) write_results(told, walk, begin - CHUNK, base + RESULTS);
         weigh(own, base + WEIGHTED, number(get(own + OWN_SUMS + (min(walk.end - begin, CHUNK) - 1) * 4)));
         seen_by_groups();
     };
-    int begin = walk.computed;
+    int begin = walk.begin;
     for (int turn = 0; begin < walk.end; begin += CHUNK, turn ^= 1) {
         u32 own = base + turn * CHUNK_BYTES, next = base + (turn ^ 1) * CHUNK_BYTES;
         int left = walk.end - begin;
@@ -233,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
         for (int step = 0; step < 8; ++step)
             group_multiply(of_query, rounded[step], own + QUERIES + step / 4 * TILE + step % 4 * 32);
         group_commit();
-        i64 goal = begin > walk.computed ? state_at(told, walk, begin) : -1;
+        i64 goal = begin > walk.begin ? state_at(told, walk, begin) : -1;
         float* kept = told.state + goal + lane_first;
         if (is_helper) help(begin, own, next);
         float decay = exponential(number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4)));
@@ -275,6 +320,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) update[block].x[i] = pack(found[i / 2][i % 2 * 2], found[i / 2][i % 2 * 2 + 1]);
+            if (begin + block * 16 + 16 <= walk.computed) update[block] = values;  // which is there
             if (block == 1) group_arrived<0>(of_query);
 #pragma unroll
             for (int j = block > 1 ? 2 * block : 0; j < (block > 0 ? 2 * block + 2 : 0); ++j)
@@ -304,14 +350,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             put_square_turned(at, Four{{pack(of_query[j][0], of_query[j][1]), pack(of_query[j][2], of_query[j][3]),
                                         pack(of_query[j + 1][0], of_query[j + 1][1]), pack(of_query[j + 1][2], of_query[j + 1][3])}});
         }
-        if (begin >= kept_from)
+        if (begin + CHUNK > kept_from)
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 int line = j * 8 + lane / 4, at = begin + min(line, left - 1);
                 Two own_update = written(update[j / 2].x[j % 2 * 2], update[j / 2].x[j % 2 * 2 + 1], lane);
                 u64 where = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, updates, held);
                 u64 mine = where + walk.head * SIZE + first + lane % 2 * 8 + lane % 4 / 2 * 4;
-                if (held > 0 && line < left) write2((u64)(told.update_kept + mine), own_update);
+                if (held > 0 && line < left && at >= kept_from) write2((u64)(told.update_kept + mine), own_update);
             }
         group_arrived<0>(state);
     }

@@ -1,7 +1,7 @@
-"""The gated delta rule over prompts from a border on, on Hopper GPUs: chunks walked by CUDA C++.
+"""The gated delta rule over prompts, on Hopper GPUs: chunks walked by CUDA C++.
 
 Owns its launch; `delta_prompts.cu` does the work. It is not Triton's, because transposed products follow one another in
-a warp's registers, where Triton turns operands in shared memory between them. Invariant: the bits are `delta_walk`'s.
+a warp's registers, where Triton turns operands in shared memory between them. Invariant: the bits are `delta_walk`'s and `delta_scan`'s.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Told(ctypes.Structure):
         ),
         *((name, ctypes.c_void_p) for name in ("out", "rows", "query_start", "seq_lens", "num_ahead")),
         *((name, ctypes.c_void_p) for name in ("state_table", "input_table")),
-        *((name, ctypes.c_void_p) for name in ("state", "key_kept", "value_kept", "update_kept")),
+        *((name, ctypes.c_void_p) for name in ("state", "key_kept", "value_kept", "update_kept", "total_kept", "rate_kept")),
         ("value_row", ctypes.c_int64),
         *(
             (name, ctypes.c_int)
