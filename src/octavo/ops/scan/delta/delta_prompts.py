@@ -1,7 +1,8 @@
 """The gated delta rule over prompts, on Hopper GPUs: chunks walked by CUDA C++.
 
 Owns its launch; `delta_prompts.cu` does the work. It is not Triton's, because transposed products follow one another in
-a warp's registers, where Triton turns operands in shared memory between them. Invariant: the bits are `delta_walk`'s and `delta_scan`'s.
+a warp's registers, where Triton turns operands in shared memory between them. Invariant: the bits are those of
+`delta_walk` and `delta_scan`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,10 @@ class Told(ctypes.Structure):
     """What a launch is told, as delta_prompts.cu has it."""
 
     _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("query", "key", "value", "total", "rate", "before", "factor", "inverse")
-        ),
-        *((name, ctypes.c_void_p) for name in ("out", "rows", "query_start", "seq_lens", "num_ahead")),
-        *((name, ctypes.c_void_p) for name in ("state_table", "input_table")),
-        *((name, ctypes.c_void_p) for name in ("state", "key_kept", "value_kept", "update_kept", "total_kept", "rate_kept")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "total", "rate", "before", "factor")),
+        *((name, ctypes.c_void_p) for name in ("inverse", "out", "rows", "query_start", "seq_lens", "num_ahead")),
+        *((name, ctypes.c_void_p) for name in ("state_table", "input_table", "state", "key_kept", "value_kept")),
+        *((name, ctypes.c_void_p) for name in ("update_kept", "total_kept", "rate_kept")),
         ("value_row", ctypes.c_int64),
         *(
             (name, ctypes.c_int)
@@ -48,7 +46,6 @@ def shared_bytes(own: dict[str, int | str]) -> int:
     pitch = 128 * int(own["GROUPS"]) + 16
     chunk = 5 * 64 * 128 + 64 * (pitch + 144 + 96) + 512
     return 2 * (-(-chunk // 1024) * 1024) + 2 * 64 * 128 + 64 * pitch
-
 
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
