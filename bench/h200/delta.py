@@ -2,9 +2,9 @@
 
 bits: over cuts, batches and rejected drafts, with the kernels that stream states and walk prompts and without. decode,
 prompts: microseconds beside what bytes or operations take. steps, walked: decoding and prompts by Triton's kernels and
-by those in CUDA C++, bits and times. beside: rows that decode beside a prompt. engine, plain: tokens a second of the
-shape `gdn`, as it is and by Triton alone. choices, walks: of Triton's by tiles, stages, warps and registers, with the
-bits of prompts beside those of blocks. A table comes last. See states.py for --dry.
+by those in CUDA C++, bits and times. beside: rows that decode beside a prompt. verify: rows that verify drafts. engine,
+plain: tokens a second of the shape `gdn`, as it is and by Triton alone. choices, walks: of Triton's by tiles, stages,
+warps and registers, with the bits of prompts beside those of blocks. A table comes last. See states.py for --dry.
 """
 
 from __future__ import annotations
@@ -200,6 +200,19 @@ def beside_a_prompt(num_rows: int, count: int, *kernels: ModuleType) -> str:
     return "us: " + "; ".join(found)
 
 
+def verified(num_rows: int, count: int, computed: int) -> str:
+    """Microseconds where rows verify drafts: by Triton's kernels, by which such steps go, and by those for prompts."""
+    from octavo.ops.scan.delta import delta_prepare, delta_prompts
+    from octavo.states import delta_gpu
+
+    found = []
+    for few, kernels in ((delta_gpu.FEW, ()), (1, (delta_prompts, delta_prepare))):
+        with mock.patch.object(delta_gpu, "FEW", few), copying(*kernels):
+            us, parts = states.timed("delta", [count] * num_rows, computed, layers=4)
+        found.append(f"{'CUDA' if kernels else 'Triton'} {us:.1f} [{states.shown(parts)}]")
+    return "us: " + "; ".join(found)
+
+
 def checks() -> str:
     """What the comparisons ahead of a first launch found."""
     from octavo.states import delta_gpu
@@ -299,6 +312,10 @@ def main() -> None:
             states.attempt(f"{name}, Triton's", beside_a_prompt, num_rows, count)
             kernels = delta_step, delta_prompts, delta_prepare
             states.attempt(name, beside_a_prompt, num_rows, count, *kernels)
+    if "verify" in sys.argv:
+        for num_rows, count in ((2, 3),) if DRY else ((1, 5), (8, 5), (64, 5), (64, 2)):
+            computed = 70 if DRY else 1056
+            states.attempt(f"{num_rows} rows verify {count}", verified, num_rows, count, computed)
     if "walked" in sys.argv:
         for counts in (*prompts, *(() if DRY else ([2048] * 4, [1024] * 8, [64], [40] * 4, [300] * 27))):
             states.attempt(f"walked {len(counts)} x {counts[0]}", walk_steps, counts)
