@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import unittest.mock
 from collections.abc import Sequence
@@ -209,21 +208,30 @@ def kernels_are_compared() -> None:
     case = rig.CASES["delta"](torch.float16, 1, 2, 128, 128)
     rows = rig.Rows(case, GpuStates(), rig.draw_all(case, (70,)), block_size=64)
     told = GpuStates()._tell(rows.own, "delta", ("state",), DELTA_INPUTS, (128, 128, 128, 128, 1, 1))
-    runs = [functools.partial(delta_gpu.gated_delta, choose=lambda *_, own=each: own) for each in (False, True)]
-    like = torch.empty(0, dtype=torch.float16)
-    for row, names in (
-        (delta_check.PROMPT, ["delta_prepare", "delta_prompts"]),
-        (delta_check.CONTINUED, ["delta_prepare", "delta_prompts"]),
-        (delta_check.DECODED, ["delta_step"]),
-        (delta_check.ENDING, ["delta_step"]),
-    ):
-        with emulated(3) as launches:
-            found = delta_check.results(rows.own, told, case.part.operands, like, row, runs)
-        assert launches == names, (launches, told.forms)
-        assert delta_check.agree([found[0], found[0]])
-        assert not delta_check.agree([found[0], [each + 1 for each in found[0]]])
+    like, agreed = torch.empty(0, 512, dtype=torch.float16), list[int]()
+
+    def agree(found: Sequence[Sequence[torch.Tensor]]) -> bool:
+        assert same([found[0], found[0]]) and not same([found[0], [each + 1 for each in found[0]]])
         for one, other in zip(*found, strict=True):
-            assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max(), (names, one.shape)
+            assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max(), one.shape
+        agreed.append(len(found))
+        return True
+
+    same = delta_check.agree
+    asked = unittest.mock.patch.object(delta_gpu.validation_cache, "holds", lambda told, device, compare: compare())
+    near = unittest.mock.patch.object(delta_check, "agree", agree)
+    captured = unittest.mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for kernel, launched in (
+        (delta_prompts, ["delta_prompts"] * 2),
+        (delta_prepare, ["delta_prepare", "delta_prompts"]),
+        (delta_step, ["delta_step"] * 2),
+    ):
+        with emulated(3, compares=True) as launches, asked, near, captured:
+            if kernel is delta_prepare:
+                assert delta_prompts.is_loaded({}, torch.device("cpu"))
+            assert delta_gpu.chosen(kernel, rows.own, told, case.part.operands, like)
+        assert launches == launched, (launches, told.forms)
+    assert agreed == [2] * 5
 
 
 def several_heads_decode() -> None:

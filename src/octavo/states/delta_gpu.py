@@ -94,7 +94,9 @@ def _agrees(
             return False
 
         def compare() -> bool:
-            runs = [functools.partial(gated_delta, choose=lambda *_, own=each: own) for each in (False, True)]
+            those = {kernel} | ({delta_prompts} if kernel is delta_prepare else set())  # which are loaded
+            ways = (lambda *_: False), (lambda each, *_: each in those)
+            runs = [functools.partial(gated_delta, choose=choose) for choose in ways]
             return all(
                 delta_check.agree(delta_check.results(own, told, rule, qkv, row, runs)) for row in _EXAMPLES[kernel]
             )
