@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -134,14 +135,16 @@ WALKING = ((0, 0), (2, 0), (1, 0), (2, 4), (2, 3), (1, 4))
 
 @contextlib.contextmanager
 def walking(groups: int, resident: int) -> Iterator[None]:
-    """Within: prompts by one of `WALKING`."""
+    """Within: prompts by one of `WALKING`, whatever bits it has."""
     from octavo.ops.scan.delta import delta_prepare, delta_prompts
+    from octavo.states import delta_gpu
 
     kernels = *((delta_prompts,) if groups else ()), *((delta_prepare,) if resident else ())
     with (
         copying(*kernels),
         mock.patch.object(delta_prompts, "GROUPS", groups or 2),
         mock.patch.dict(delta_prepare.RESIDENT, {2: resident or 4}),
+        mock.patch.object(delta_gpu, "_agrees", lambda *_: True),
     ):
         yield
 
@@ -158,6 +161,39 @@ def walk_steps(counts: Sequence[int]) -> str:
         limit = states.prompt_limit("delta", len(counts), counts[0], us)
         found.append(f"{groups} groups, {resident} blocks: {us:.0f}{same} [{states.shown(parts)}], {limit}")
     return "us by\n      " + "\n      ".join(found)
+
+
+def differences(groups: int, resident: int) -> str:
+    """What differs between Triton's kernels and these, of the examples that a first launch compares: bits of each."""
+    from octavo.ops.scan.delta import delta_prepare, delta_prompts
+    from octavo.states import delta_check, delta_gpu
+    from octavo.states.reference import DELTA_INPUTS
+
+    _, rows = states.operator("delta", [70], 0)
+    (key_heads, heads, keys, values), rule = states.sizes_of("delta"), rows.case.part.operands
+    told = rows.backend._tell(rows.own, "delta", ("state",), DELTA_INPUTS, (values, keys, values, values, 1, 1))
+    like = torch.empty(0, 2 * key_heads * keys + heads * values, dtype=states.BF16, device=states.DEVICE)
+    those = {delta_prompts} | ({delta_prepare} if resident else set())
+    runs = [
+        functools.partial(delta_gpu.gated_delta, choose=choose)
+        for choose in (lambda *_: False, lambda kernel, *_: kernel in those)
+    ]
+    found = []
+    with walking(groups, resident):
+        for kernel in those:
+            macros = kernel.macros((heads, key_heads), rows.own.block_size, told.forms, like.dtype)
+            assert kernel.is_loaded(macros, like.device)
+        for row in (delta_check.PROMPT, delta_check.CONTINUED):
+            made = delta_check.results(rows.own, told, rule, like, row, runs)
+            names = "out", "state", "key", "value", "update", "total", "rate"
+            for name, one, other in zip(names, *made, strict=True):
+                kind = {2: torch.int16, 4: torch.int32}[one.element_size()]
+                bad = (one.view(kind) != other.view(kind)).flatten()
+                if bad.any():
+                    apart = (one.double() - other.double()).flatten()[bad].abs().max()
+                    first = bad.nonzero()[0].item()
+                    found.append(f"{row} {name}: {bad.sum()} of {bad.numel()}, {apart:.3g} apart, first {first}")
+    return "; ".join(found) or "nothing"
 
 
 def walk_bits(groups: int, resident: int) -> str:
@@ -317,8 +353,12 @@ def main() -> None:
             computed = 70 if DRY else 1056
             states.attempt(f"{num_rows} rows verify {count}", verified, num_rows, count, computed)
     if "walked" in sys.argv:
-        for counts in (*prompts, *(() if DRY else ([2048] * 4, [1024] * 8, [64], [40] * 4, [300] * 27))):
+        for groups, resident in ((2, 0), (1, 0), (2, 4)):
+            states.attempt(f"differs, {groups} groups, {resident} blocks", differences, groups, resident)
+        for counts in (*prompts, *(() if DRY else ([2048] * 4, [64], [40] * 4, [300] * 27))):
             states.attempt(f"walked {len(counts)} x {counts[0]}", walk_steps, counts)
+        with copying(delta_prompts, delta_prepare):
+            states.made("delta", [70])
         states.attempt("compared", checks)
         for groups, resident in ((2, 4), (1, 3)):
             states.attempt(f"bits over cuts, {groups} groups, {resident} blocks", walk_bits, groups, resident)
