@@ -3,8 +3,8 @@
 
 #define WARPS (4 * PER)  // that compute
 #define THREADS (32 * WARPS + 32)
-#if DEPTH > 9
-#error "a step of the task ahead is one of its states"
+#if DEPTH > 4
+#error "what is asked for of the task ahead comes with its updates at the earliest, and is of its states"
 #endif
 #define SLOT 2048
 #define ROUND 11  // steps of a task: eight of 16 rows of the state, two of 32 tokens' updates, one of values
@@ -25,7 +25,7 @@ struct Told {
 
 // In shared memory, of a block: rings; what the scout brings of two tasks: the chunk's keys, the query, of each head the
 // chunk's sums and the rates of the token's block of 16; what warps make of one task: of each head M, the factors of o,
-// T's row, and the triangle; where three tasks' things lie.
+// T's row, and the triangle; where two tasks' things lie.
 #define PITCH 272
 #define QUERY (CHUNK * PITCH)
 #define SUMS (QUERY + 256)

@@ -137,13 +137,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
     if (warp == WARPS) {
         find(told, task, base + PLACES_AT, lane);
         together();
-        find(told, task + by, base + PLACES_AT + PLACES_BYTES, lane);
         wait_for_before();
         bring(told, task, base + BROUGHT_AT, lane);
         for (int round = 0; task < tasks; ++round, task += by) {
             together();
-            int here = (int)(get(base + PLACES_AT + round % 3 * PLACES_BYTES + LAST) % 16);
-            find(told, task + 2 * by, base + PLACES_AT + (round + 2) % 3 * PLACES_BYTES, lane);
+            int here = (int)(get(base + PLACES_AT + round % 2 * PLACES_BYTES + LAST) % 16);
+            find(told, task + by, base + PLACES_AT + (round + 1) % 2 * PLACES_BYTES, lane);
             some_together(1, THREADS);  // triangles are there
             for (int head = lane / 16; head < PER; head += 2) invert(head, made, here, lane);
             warp_together();
@@ -156,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
     together();
     u32 own_head = warp / 4, of_head = made + own_head * MADE_BYTES;
     u32 channels = ((task % KEY_HEADS * PER + own_head) * SIZE + warp % 4 * 32) * 2;
-    Ahead now = ahead_of(told, task, base + PLACES_AT, warp, lane), then;
+    Ahead now = ahead_of(told, task, base + PLACES_AT, warp, lane), then{};
 #pragma unroll
     for (int step = 0; step < DEPTH - 1; ++step) ask(step, ring + step * SLOT, told, now, channels, 0, lane);
     wait_for_before();
@@ -164,10 +163,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
     u32 state_at = lane % 4 * 256 + (lane / 4 ^ lane % 4 * 2) * 16;
     u32 update_at = lane % 4 * 128 + (lane / 8 ^ lane % 4 * 2) * 16 + lane / 4 % 2 * 8;
     for (int round = 0; task < tasks; ++round, task += by) {
-        together();  // what the scout brings of this task is there, and where all of the next lies; nobody is behind
+        together();  // what the scout brings of this task is there; nobody is behind
         u32 brought = base + BROUGHT_AT + round % 2 * BROUGHT_BYTES;
         u32 next_channels = (((task + by) % KEY_HEADS * PER + own_head) * SIZE + warp % 4 * 32) * 2;
-        then = ahead_of(told, task + by, base + PLACES_AT + (round + 1) % 3 * PLACES_BYTES, warp, lane);
         int last = (int)(get(now.places + LAST) % CHUNK), here = last % 16, blocks = last / 16;
         for (int tile = warp; tile < 2 * blocks + 2; tile += WARPS) compare(tile, brought, made, last, lane);
         tell_some(1, THREADS);
@@ -207,7 +205,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
         for (int j = 0; j < 4; ++j)
 #pragma unroll
             for (int i = 0; i < 4; ++i) of_query[j][i] = times(own_begun, of_query[j][i]);
-        some_together(2, THREADS);  // T is there, and all that others made
+        some_together(2, THREADS);  // T is there, all that others made, and where all of the next task lies
+        then = ahead_of(told, task + by, base + PLACES_AT + (round + 1) % 2 * PLACES_BYTES, warp, lane);
 #pragma unroll
         for (int step = 8; step < 10; ++step) {
             NEXT(step)

@@ -43,10 +43,10 @@ def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype
 
 
 def shared_bytes(own: dict[str, int | str]) -> int:
-    """Of a block: rings, what warps share of two tasks, and where three tasks' things lie."""
+    """Of a block: rings, what warps share of two tasks, and where two tasks' things lie."""
     per, depth = int(own["PER"]), int(own["DEPTH"])
     brought, made = 64 * 272 + 256 + per * 320, per * (16 * 144 + 128 + 64 + 1040)
-    return 4 * per * depth * _SLOT + 2 * brought + made + 3 * _PLACES
+    return 4 * per * depth * _SLOT + 2 * brought + made + 2 * _PLACES
 
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
