@@ -72,7 +72,7 @@ def copying(*kernels: ModuleType) -> Iterator[None]:
     """Within: of the kernels in CUDA C++ these run, where they serve."""
     from octavo.states import delta_gpu
 
-    with mock.patch.multiple(delta_gpu, _COPIED=kernels, _FEWEST_STEPS=1, _FEWEST_WALKS=1):
+    with mock.patch.multiple(delta_gpu, _COPIED=kernels, _FEWEST_STEPS=1):
         yield
 
 
@@ -142,7 +142,7 @@ def walking(groups: int, resident: int) -> Iterator[None]:
     kernels = *((delta_prompts,) if groups else ()), *((delta_prepare,) if resident else ())
     with (
         copying(*kernels),
-        mock.patch.object(delta_prompts, "GROUPS", groups or 2),
+        mock.patch.object(delta_prompts, "groups_of", lambda *_: groups),
         mock.patch.dict(delta_prepare.RESIDENT, {2: resident or 4}),
         mock.patch.object(delta_gpu, "_agrees", lambda *_: True),
     ):

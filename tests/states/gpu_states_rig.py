@@ -157,14 +157,14 @@ def one_kernel_decodes(heads: tuple[int, int], begins: Sequence[int], steps: int
         assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max()
 
 
-def prompts_in_cuda(*kernels: ModuleType) -> None:
+def prompts_in_cuda(groups: int, *kernels: ModuleType) -> None:
     """The delta rule's, lanes on a CPU, beside Triton's: from a state on, within a block, and an open chunk."""
     case = rig.CASES["delta"](torch.float16, 1, 2, 128, 128)
     drawn = rig.draw_all(case, (151, 70, 121))
     found = []
     for copied in ((), kernels):
-        own = unittest.mock.patch.multiple(delta_gpu, _COPIED=copied, _FEWEST_WALKS=1)
-        with own, emulated(3) as launches:
+        own = unittest.mock.patch.multiple(delta_gpu, _COPIED=copied)
+        with own, emulated(3, groups=groups) as launches:
             rows = rig.Rows(case, GpuStates(), drawn, block_size=64)
             rows.compute({1: 70, 0: 64, 2: 21})
             rows.padded = 1
@@ -189,7 +189,7 @@ def beside_prompts(*kernels: ModuleType) -> None:
         for counts in steps:
             for part in [{row: count} for row, count in counts.items()] if apart else [counts]:
                 decode = unittest.mock.patch.object(delta_gpu, "_decode_rows", side_effect=delta_gpu._decode_rows)
-                own = unittest.mock.patch.multiple(delta_gpu, _COPIED=kernels, _FEWEST_STEPS=1, _FEWEST_WALKS=1)
+                own = unittest.mock.patch.multiple(delta_gpu, _COPIED=kernels, _FEWEST_STEPS=1)
                 with own, emulated(3) as launches, decode as decoded:
                     rows.compute(part)
                 assert decoded.called == (1 in part.values() or padded > 0), part
@@ -243,7 +243,7 @@ def several_heads_decode() -> None:
 
 _DECODED = {f"{name} decodes": lambda name=name: check_decoding("cpu", name, torch.float32) for name in MAKERS}
 _ONE = (((1, 2), (63, 30, 15, 1), 3), ((1, 4), (66, 47), 1)) if COMPILER else ()
-_OF_PROMPTS = ((delta_prompts,), (delta_prepare, delta_prompts)) if COMPILER else ()
+_OF_PROMPTS = ((2, delta_prompts), (1, delta_prepare, delta_prompts)) if COMPILER else ()
 INTERPRETED = (
     {name: lambda name=name: interpreted(name) for name in MAKERS}
     | _DECODED
@@ -251,8 +251,8 @@ INTERPRETED = (
     | {"mamba2 decodes several heads": several_heads_decode}
     | {f"{heads[1]} heads in one kernel": lambda own=(heads, *rest): one_kernel_decodes(*own) for heads, *rest in _ONE}
     | {"delta beside prompts": beside_prompts}
-    | ({"kernels beside prompts": lambda: beside_prompts(delta_step, *_OF_PROMPTS[-1])} if COMPILER else {})
-    | ({f"{len(each)} kernels for prompts": lambda each=each: prompts_in_cuda(*each) for each in _OF_PROMPTS})
+    | ({"kernels beside prompts": lambda: beside_prompts(delta_step, delta_prepare, delta_prompts)} if COMPILER else {})
+    | ({f"{len(each) - 1} kernels for prompts": lambda each=each: prompts_in_cuda(*each) for each in _OF_PROMPTS})
     | ({"kernels are compared": kernels_are_compared} if COMPILER else {})
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,21 +80,31 @@ def test_one_kernel_decodes_the_delta_rule_without_spilling(heads: int, tmp_path
     assert blocks * (delta_step.shared_bytes(macros) + 1024) <= SHARED_BYTES + 1024
 
 
-@pytest.mark.parametrize("kernel", [delta_prompts, delta_prepare])
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_prompts_of_the_delta_rule_spill_no_register(kernel: ModuleType, heads: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["delta_prepare", "one group", "two groups"])
+def test_prompts_of_the_delta_rule_spill_no_register(name: str, heads: int, tmp_path: Path) -> None:
     """In CUDA C++."""
     try:
         nvrtc._library()
     except nvrtc.CompileError:
         pytest.skip("needs NVRTC")
-    form = (663552, 331776, 16384, 32, 32, 128, 2, 1)
-    macros, name = kernel.macros((16 * heads, 16), 64, [form] * 6, torch.bfloat16), kernel.__name__.rpartition(".")[2]
+    shape = (16 * heads, 16), 64, [(663552, 331776, 16384, 32, 32, 128, 2, 1)] * 6, torch.bfloat16
+    if name == "delta_prepare":
+        macros = delta_prepare.macros(*shape)
+        assert int(macros["RESIDENT"]) * (delta_prepare.shared_bytes(macros) + 1024) <= SHARED_BYTES + 1024
+    else:
+        groups = 1 if name == "one group" else 2
+        name, macros = "delta_prompts", {**delta_prompts.macros(*shape), "GROUPS": groups}
+        assert delta_prompts.shared_bytes(groups) <= SHARED_BYTES
     code, told = nvrtc.compile_told(loading.source(name), macros, "sm_90a", "--ptxas-options=-v")
     assert "0 bytes spill stores" in told, told
     assert "serialized" not in told, told  # products of warp groups
     assert unwritten_reads(code, tmp_path) == []
-    assert int(macros.get("RESIDENT", 1)) * (kernel.shared_bytes(macros) + 1024) <= SHARED_BYTES + 1024
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(1, 1), (2, 1), (3, 2), (16, 2)])
+def test_a_walk_has_a_group_a_block_while_all_run_at_once(rows: int, groups: int) -> None:
+    assert delta_prompts.groups_of(rows * 32, 132) == groups
 
 
 def test_many_states_of_float32_fit_shared_memory_where_rows_decode(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,10 +50,10 @@ _BLOCK_WARPS, _CHUNK_WARPS, _CHUNK_REGISTERS = 2, 8, 128
 _STREAMED = (torch.bfloat16, torch.float16)
 _STREAM_TILES, _STREAM_PROGRAMS, _STREAM_STAGES, _STREAM_REGISTERS = 4, 512, 2, 168
 _READY_WARPS, _READY_REGISTERS = 2, 200
-# Kernels in CUDA C++ that run where they serve; rows' heads, of keys where they decode and else of values, with which
-# an H200 is busy enough for them: a block has one, of which Triton's programs have tiles.
+# Kernels in CUDA C++ that run where they serve; rows' heads of keys with which an H200 is busy enough for the one that
+# decodes: a block has one, of which Triton's programs have tiles.
 _COPIED: tuple[ModuleType, ...] = (delta_step, delta_prompts, delta_prepare)
-_FEWEST_STEPS, _FEWEST_WALKS = 128, 512
+_FEWEST_STEPS = 128
 _EXAMPLES = {
     delta_step: (delta_check.DECODED, delta_check.ENDING),
     delta_prompts: (delta_check.PROMPT, delta_check.CONTINUED),
@@ -177,7 +177,6 @@ def _scan_rows(
     values = rule.value_size
     walks = step.max_query_len > FEW and own.chunk == 64 and qkv.dtype in _WALKED and is_streamable(told, keys)
     is_copied = walks and choose(delta_prompts, own, told, rule, qkv)
-    is_copied = is_copied and (num_rows * heads >= _FEWEST_WALKS or choose is not chosen)
     is_prepared = is_copied and a.dtype == b.dtype == qkv.dtype and choose(delta_prepare, own, told, rule, qkv)
     if not is_prepared or side_by_side.current() is not None:
         made = _ready(own, told, rule, given, walks)

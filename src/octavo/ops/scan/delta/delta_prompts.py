@@ -8,15 +8,12 @@ a warp's registers, where Triton turns operands in shared memory between them. I
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 
 from octavo.ops.scan.delta import loading
-from octavo.ops.scan.kept import Form
 
-serves = loading.serves
-GROUPS = 2  # warp groups of a block, each with 64 channels of a head; four warps help one alone
+serves, macros = loading.serves, loading.macros
 THREADS = 256
 
 
@@ -36,24 +33,30 @@ class Told(ctypes.Structure):
     ]
 
 
-def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype: torch.dtype) -> dict[str, int | str]:
-    """The kernel's. forms: of what is kept."""
-    return {"GROUPS": GROUPS} | loading.macros(heads, block_size, forms, dtype)
+def groups_of(num_heads: int, processors: int) -> int:
+    """Warp groups of a block, of 64 channels of a head each: one, with four warps to help it, if all then run at once.
+
+    num_heads: of all rows.
+    """
+    return 1 if 2 * num_heads <= processors else 2
 
 
-def shared_bytes(own: dict[str, int | str]) -> int:
+def shared_bytes(groups: int) -> int:
     """Of a block: two chunks' operands, and weighted keys and results of one."""
-    pitch = 128 * int(own["GROUPS"]) + 16
+    pitch = 128 * groups + 16
     chunk = 5 * 64 * 128 + 64 * (pitch + 144 + 96) + 512
     return 2 * (-(-chunk // 1024) * 1024) + 2 * 64 * 128 + 64 * pitch
 
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
-    """Whether the kernel is there: see `loading`."""
-    return loading.is_found("delta_prompts", shared_bytes(own), own, device)
+    """Whether the kernel is there, for both numbers of groups: see `loading`."""
+    found = [loading.is_found("delta_prompts", shared_bytes(n), {**own, "GROUPS": n}, device) for n in (1, 2)]
+    return all(found)
 
 
 def launch(told: Told, num_rows: int, own: dict[str, int | str], device: torch.device) -> None:
     """Run it. Ask `is_loaded` first."""
-    blocks = num_rows * int(own["HEADS"]) * 2 // int(own["GROUPS"])
-    loading.run("delta_prompts", told, blocks, THREADS, shared_bytes(own), own, device)
+    num_heads = num_rows * int(own["HEADS"])
+    groups = groups_of(num_heads, loading.processors(device))
+    blocks, shared = num_heads * 2 // groups, shared_bytes(groups)
+    loading.run("delta_prompts", told, blocks, THREADS, shared, {**own, "GROUPS": groups}, device)

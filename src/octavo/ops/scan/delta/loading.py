@@ -104,3 +104,9 @@ def run(
         params = (ctypes.c_void_p * 1)(ctypes.addressof(told))
         stream = triton.runtime.driver.active.get_current_stream(device.index)
         driver.launch_chained(function, blocks, 1, threads, shared, stream, params)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
