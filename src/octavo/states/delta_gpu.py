@@ -194,15 +194,34 @@ def _scan_rows(
         named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM")}
         wide, warps = _tile(values, _WALKING)
         delta_walk[heads * -(-values // wide), num_rows](
-            *taken, *told.kept[:4], *told.firsts, **_shape(own, rule, qkv), **named, VALUE_SIZE=values, TILE=wide,
-            STAGES=_WALK_STAGES, num_warps=warps, num_stages=1, **PLAIN,
-        )  # fmt: skip
+            *taken,
+            *told.kept[:4],
+            *told.firsts,
+            **_shape(own, rule, qkv),
+            **named,
+            VALUE_SIZE=values,
+            TILE=wide,
+            STAGES=_WALK_STAGES,
+            num_warps=warps,
+            num_stages=1,
+            **PLAIN,
+        )
     kind = kind_of(step.max_query_len)
     tile, _ = _tile(values, kind)
     delta_scan[heads * -(-values // tile), num_rows](
-        *taken, *told.kept, *told.firsts, **_shape(own, rule, qkv), **forms, VALUE_SIZE=values, TILE=tile,
-        ADVANCE=step.max_query_len > 1, WALKED=walks, num_stages=1, **_program(qkv, kind), **PLAIN,
-    )  # fmt: skip
+        *taken,
+        *told.kept,
+        *told.firsts,
+        **_shape(own, rule, qkv),
+        **forms,
+        VALUE_SIZE=values,
+        TILE=tile,
+        ADVANCE=step.max_query_len > 1,
+        WALKED=walks,
+        num_stages=1,
+        **_program(qkv, kind),
+        **PLAIN,
+    )
     if step.max_query_len == 1:
         _advance(own, told, rule, qkv, len(step.rows))
 

@@ -122,7 +122,7 @@ __device__ inline void norm(const Told& told, const Part& part, Given& given, u3
 }
 
 // What each token adds to a head's sum, or for one before the step its sum; and rates. A thread has one token.
-__device__ inline void gate(const Told& told, const Part& part, u32 base, bool is_kept) {
+__device__ inline void gate(const Told& told, const Part& part, u32 base, bool keeps) {
     constexpr Form totals{TOTAL_FORM}, rates{RATE_FORM};
     if (thread() >= PER * CHUNK) return;
     int own = thread() / CHUNK, at = part.begin + thread() % CHUNK, head = part.key_head * PER + own, held;
@@ -133,7 +133,7 @@ __device__ inline void gate(const Told& told, const Part& part, u32 base, bool i
         step = times(told.decay[head], softplus(plus(x, told.dt_bias[head])));
         rate = over(1.0f, plus(1.0f, exponential(less(0.0f, y))));
         told.rate[token * HEADS + head] = rate;
-        if (is_kept) {
+        if (keeps) {
             u64 goal = kept_at(told, part, at, rates, held);
             if (held > 0) told.rate_kept[goal + head] = rate;
         }
@@ -191,10 +191,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
     u32 base = (u32)__cvta_generic_to_shared(memory), warp = thread() / 32, lane = thread() % 32;
     Part part = part_of(told);
     if (part.begin >= part.end || part.computed < 0 || part.computed >= part.end) return;
-    bool is_kept = part.begin >= (part.end - 1) / CHUNK * CHUNK - CHUNK;  // chunks before are kept by no table
+    bool keeps = part.begin >= (part.end - 1) / CHUNK * CHUNK - CHUNK;  // chunks before are kept by no table
     Given given;
     ask(told, part, given, warp, lane);
-    gate(told, part, base, is_kept);
+    gate(told, part, base, keeps);
     norm(told, part, given, base, warp, lane);
     together();
     if (thread() < PER) sum_up(part, base + SUMS + thread() * CHUNK * 4);
@@ -219,8 +219,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
         int at = part.begin + thread() % CHUNK, head = part.key_head * PER + thread() / CHUNK, held;
         float sum = number(get(base + SUMS + thread() * 4));
         told.total[part.fresh(at) * HEADS + head] = sum;
-        u64 goal = is_kept ? kept_at(told, part, at, totals, held) : 0;
-        if (is_kept && held > 0) told.total_kept[goal + head] = sum;
+        u64 goal = keeps ? kept_at(told, part, at, totals, held) : 0;
+        if (keeps && held > 0) told.total_kept[goal + head] = sum;
     }
     if (!is_made) return;
     bool is_full = part.begin + first + 16 <= part.end;

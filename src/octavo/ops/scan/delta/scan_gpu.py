@@ -227,11 +227,9 @@ def delta_scan(
     ADVANCE: write states, too; without, every row has one token. WALKED: rows that begin at a border are another's.
     """
     row, tiles = tl.program_id(1) + tl.load(num_ahead), tl.cdiv(VALUE_SIZE, TILE)
-    head = tl.program_id(0) // tiles
-    if row >= num_rows:
-        return
-    token, end = tl.load(query_start + row), tl.load(seq_lens + row)
-    computed = end - (tl.load(query_start + row + 1) - token)
+    is_row, head = row < num_rows, tl.program_id(0) // tiles
+    token, end = tl.load(query_start + row, mask=is_row, other=0), tl.load(seq_lens + row, mask=is_row, other=0)
+    computed = end - (tl.load(query_start + row + 1, mask=is_row, other=0) - token)
     if (computed >= end) | (computed < 0) | (WALKED & (computed % CHUNK == 0)):  # nothing, padding, or another's
         return
     table_row = tl.load(rows + row)
@@ -240,9 +238,8 @@ def delta_scan(
     key_head = head // (HEADS // KEY_HEADS)
     keeps_key = (tl.program_id(0) % tiles == 0) & (head % (HEADS // KEY_HEADS) == 0)  # the first of those that share it
     channel = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
-    inside = channel < VALUE_SIZE
     width, here, place = tl.arange(0, KEY_PADDED), tl.arange(0, 16), tl.arange(0, CHUNK)
-    within = width < KEY_SIZE
+    inside, within = channel < VALUE_SIZE, width < KEY_SIZE
     keys = (key, KEY_HEADS * KEY_SIZE, key_head * KEY_SIZE, key_kept)
     values = (value, value_row, head * VALUE_SIZE, value_kept)
     updates = (out, HEADS * VALUE_SIZE, head * VALUE_SIZE, update_kept)
@@ -257,10 +254,9 @@ def delta_scan(
     slot = (token // 16 + 2 * row if ADVANCE else row) - computed // 16
     of_known = (of_row[0], input_first, token, known, known, BLOCK)
     u_all = tokens(updates, of_known, border, place, head, channel, inside, UPDATE_FORM, VALUE_SIZE).to(kind)
-    start = computed // 16 * 16
-    count = tl.cdiv(end - start, 16) if ADVANCE else 1  # no loop: all is asked for before anything is waited for
+    count = tl.cdiv(end - known, 16) if ADVANCE else 1  # no loop: all is asked for before anything is waited for
     for index in tl.range(0, count, disable_licm=True):  # what moved out of it would spill
-        begin = start + index * 16
+        begin = known + index * 16
         at = begin + here
         k = tokens(keys, of_row, begin, here, key_head, width, within, KEY_FORM, KEY_SIZE)
         v = tokens(values, of_row, begin, here, head, channel, inside, VALUE_FORM, VALUE_SIZE)
