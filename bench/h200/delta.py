@@ -1,15 +1,17 @@
 """The gated delta rule on a GPU, one part a call: `python bench/h200/delta.py PART [--dry]`.
 
 bits: over cuts, batches and rejected drafts, with the kernels that stream states and walk prompts and without. decode,
-prompts: microseconds beside what bytes or operations take. steps: decoding by Triton's kernels and by one in CUDA C++:
-bits, times, float64. walked: prompts by CUDA's walk and by Triton's. engine, plain: tokens a second of the shape `gdn`,
-as it is and by Triton alone. choices, walks: of Triton's by tiles, stages, warps and registers, with the bits of
-prompts beside those of blocks. A table comes last. See states.py for --dry.
+prompts: microseconds beside what bytes or operations take. steps, walked: decoding and prompts by Triton's kernels and
+by those in CUDA C++, bits and times. beside: rows that decode beside a prompt. verify: rows that verify drafts. engine,
+plain: tokens a second of the shape `gdn`, as it is and by Triton alone. choices, walks: of Triton's by tiles, stages,
+warps and registers, with the bits of prompts beside those of blocks. A table comes last. See states.py for --dry.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -70,7 +72,7 @@ def copying(*kernels: ModuleType) -> Iterator[None]:
     """Within: of the kernels in CUDA C++ these run, where they serve."""
     from octavo.states import delta_gpu
 
-    with mock.patch.multiple(delta_gpu, _COPIED=kernels, _FEWEST_STEPS=1, _FEWEST_WALKS=1):
+    with mock.patch.multiple(delta_gpu, _COPIED=kernels, _FEWEST_STEPS=1):
         yield
 
 
@@ -121,24 +123,129 @@ def step_bits(name: str, expected: list[torch.Tensor]) -> str:
 
 
 def step_times(name: str, num_rows: int, computed: int) -> str:
-    """Microseconds of one of `STEPS` beside those of bytes."""
+    """Microseconds of one of `STEPS` beside those of bytes, of one layer in a graph and of four."""
     with stepping(name):
-        return states.decode("delta", num_rows, computed)
+        return "; ".join(states.decode("delta", num_rows, computed, layers) for layers in (1, 4))
+
+
+# How prompts are walked, and chunks made ready: warp groups of a block that walks, and blocks of a processor that makes
+# ready; 0 is Triton's.
+WALKING = ((0, 0), (2, 0), (1, 0), (2, 4), (2, 3), (1, 4))
+
+
+@contextlib.contextmanager
+def walking(groups: int, resident: int) -> Iterator[None]:
+    """Within: prompts by one of `WALKING`, whatever bits it has."""
+    from octavo.ops.scan.delta import delta_prepare, delta_prompts
+    from octavo.states import delta_gpu
+
+    kernels = *((delta_prompts,) if groups else ()), *((delta_prepare,) if resident else ())
+    with (
+        copying(*kernels),
+        mock.patch.object(delta_prompts, "groups_of", lambda *_: groups),
+        mock.patch.dict(delta_prepare.RESIDENT, {2: resident or 4}),
+        mock.patch.object(delta_gpu, "_agrees", lambda *_: True),
+    ):
+        yield
 
 
 def walk_steps(counts: Sequence[int]) -> str:
-    """Microseconds of prompts by Triton's walk and by CUDA's, and whether results and all that is kept are the same."""
-    from octavo.ops.scan.delta import delta_prompts
-
+    """Microseconds of prompts by `WALKING`, and whether results and all that is kept are the same."""
     found, expected = list[str](), list[torch.Tensor]()
-    for kernels in ((), (delta_prompts,)):
-        with copying(*kernels):
-            us, parts = states.timed("delta", counts, 0)
+    for groups, resident in WALKING:
+        with walking(groups, resident):
             made = states.made("delta", counts)
-        expected = expected or made
-        found.append(
-            f"{'CUDA' if kernels else 'Triton'} {us:.0f}{states.is_same(made, expected)} [{states.shown(parts)}]"
-        )
+            expected = expected or made
+            same = states.is_same(made, expected)
+            us, parts = states.timed("delta", counts, 0)
+        limit = states.prompt_limit("delta", len(counts), counts[0], us)
+        found.append(f"{groups} groups, {resident} blocks: {us:.0f}{same} [{states.shown(parts)}], {limit}")
+    return "us by\n      " + "\n      ".join(found)
+
+
+def differences(groups: int, resident: int) -> str:
+    """What differs between Triton's kernels and these, of the examples that a first launch compares: bits of each."""
+    from octavo.ops.scan.delta import delta_prepare, delta_prompts
+    from octavo.states import delta_check, delta_gpu
+    from octavo.states.reference import DELTA_INPUTS
+
+    _, rows = states.operator("delta", [70], 0)
+    (key_heads, heads, keys, values), rule = states.sizes_of("delta"), rows.case.part.operands
+    told = rows.backend._tell(rows.own, "delta", ("state",), DELTA_INPUTS, (values, keys, values, values, 1, 1))
+    like = torch.empty(0, 2 * key_heads * keys + heads * values, dtype=states.BF16, device=states.DEVICE)
+    those = {delta_prompts} | ({delta_prepare} if resident else set())
+    runs = [
+        functools.partial(delta_gpu.gated_delta, choose=choose)
+        for choose in (lambda *_: False, lambda kernel, *_: kernel in those)
+    ]
+    found = []
+    with walking(groups, resident):
+        for kernel in those:
+            macros = kernel.macros((heads, key_heads), rows.own.block_size, told.forms, like.dtype)
+            assert kernel.is_loaded(macros, like.device)
+        for row in (delta_check.PROMPT, delta_check.CONTINUED):
+            made = delta_check.results(rows.own, told, rule, like, row, runs)
+            names = "out", "state", "key", "value", "update", "total", "rate"
+            for name, one, other in zip(names, *made, strict=True):
+                kind = {2: torch.int16, 4: torch.int32}[one.element_size()]
+                bad = (one.view(kind) != other.view(kind)).flatten()
+                if bad.any():
+                    apart = (one.double() - other.double()).flatten()[bad].abs().max()
+                    first = bad.nonzero()[0].item()
+                    found.append(f"{row} {name}: {bad.sum()} of {bad.numel()}, {apart:.3g} apart, first {first}")
+    return "; ".join(found) or "nothing"
+
+
+def walk_bits(groups: int, resident: int) -> str:
+    """Results that differ between cuts of prompts."""
+    from octavo.ops.scan.delta import delta_step
+    from octavo.states import delta_gpu
+
+    with walking(groups, resident), mock.patch.object(delta_gpu, "_COPIED", (*delta_gpu._COPIED, delta_step)):
+        return states.bits("delta", DTYPE)
+
+
+def beside_a_prompt(num_rows: int, count: int, *kernels: ModuleType) -> str:
+    """Bits and microseconds of rows that decode beside a prompt: all by one scan, and rows of one token apart."""
+    torch.manual_seed(1)
+    run, rows = states.operator("delta", [count] * (num_rows + 1), 0)
+    with copying(*kernels):
+        run()
+    counts, before = [1] * num_rows + [count], [count] * num_rows + [0]
+    starts, lengths = torch.tensor([0, *counts]).cumsum(0), [sum(own) for own in zip(before, counts, strict=True)]
+    step = dataclasses.replace(
+        rows.own.inputs,
+        max_query_len=count,
+        max_seq_len=max(lengths),
+        query_start=starts.int().to(states.DEVICE),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=states.DEVICE),
+        positions=torch.cat([torch.arange(own, end) for own, end in zip(before, lengths, strict=True)]).to(
+            states.DEVICE
+        ),
+    )
+    one = rows.case.draw(torch.Generator().manual_seed(0), 1)
+    given = [torch.randn(sum(counts), *each.shape[1:], device=states.DEVICE).to(each.dtype) for each in one]
+    found, made = list[str](), list[torch.Tensor]()
+    for name, bounds in (("by one scan", None), ("apart", (num_rows, 1)), ("of a graph", (num_rows + 1,) * 2)):
+        rows.step.prepare(dataclasses.replace(step, bounds=bounds))
+        with copying(*kernels):
+            result = rows.case.run(rows.backend, rows.own, given)
+            us, parts = states.timed_graph(lambda: rows.case.run(rows.backend, rows.own, given))
+        made = made or [result.clone()]
+        found.append(f"{name} {us:.0f}{states.is_same([result], made)} [{states.shown(parts)}]")
+    return "us: " + "; ".join(found)
+
+
+def verified(num_rows: int, count: int, computed: int) -> str:
+    """Microseconds where rows verify drafts: by Triton's kernels, by which such steps go, and by those for prompts."""
+    from octavo.ops.scan.delta import delta_prepare, delta_prompts
+    from octavo.states import delta_gpu
+
+    found = []
+    for few, kernels in ((delta_gpu.FEW, ()), (1, (delta_prompts, delta_prepare))):
+        with mock.patch.object(delta_gpu, "FEW", few), copying(*kernels):
+            us, parts = states.timed("delta", [count] * num_rows, computed, layers=4)
+        found.append(f"{'CUDA' if kernels else 'Triton'} {us:.1f} [{states.shown(parts)}]")
     return "us: " + "; ".join(found)
 
 
@@ -218,7 +325,7 @@ def bits_without(*off: str) -> str:
 
 def main() -> None:
     """The parts that are asked for."""
-    from octavo.ops.scan.delta import delta_prompts, delta_step
+    from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step
 
     prompts = ([70],) if DRY else ([8192], [512] * 16, [4000] * 2)
     if "bits" in sys.argv:
@@ -233,14 +340,28 @@ def main() -> None:
             for num_rows, computed in ((2, 70),) if DRY else ((1, 1056), (8, 1056), (64, 1056), (64, 1087), (256, 160)):
                 states.attempt(f"{name}: {num_rows} rows at {computed}", step_times, name, num_rows, computed)
         states.attempt("compared", checks)
-        with copying(delta_prompts, delta_step):
+        with copying(delta_step):
             states.attempt("bits over cuts", states.bits, "delta", DTYPE)
+    if "beside" in sys.argv:
+        for num_rows, count in ((2, 70),) if DRY else ((64, 512), (256, 512)):
+            name = f"{num_rows} rows beside {count} tokens"
+            states.attempt(f"{name}, Triton's", beside_a_prompt, num_rows, count)
+            kernels = delta_step, delta_prompts, delta_prepare
+            states.attempt(name, beside_a_prompt, num_rows, count, *kernels)
+    if "verify" in sys.argv:
+        for num_rows, count in ((2, 3),) if DRY else ((1, 5), (8, 5), (64, 5), (64, 2)):
+            computed = 70 if DRY else 1056
+            states.attempt(f"{num_rows} rows verify {count}", verified, num_rows, count, computed)
     if "walked" in sys.argv:
-        for counts in (*prompts, *(() if DRY else ([2730] * 3, [2048] * 4, [1638] * 5, [1024] * 8))):
+        for groups, resident in ((2, 0), (1, 0), (2, 4)):
+            states.attempt(f"differs, {groups} groups, {resident} blocks", differences, groups, resident)
+        for counts in (*prompts, *(() if DRY else ([2048] * 4, [64], [40] * 4, [300] * 27))):
             states.attempt(f"walked {len(counts)} x {counts[0]}", walk_steps, counts)
+        with copying(delta_prompts, delta_prepare):
+            states.made("delta", [70])
         states.attempt("compared", checks)
-        with copying(delta_prompts, delta_step):
-            states.attempt("bits over cuts", states.bits, "delta", DTYPE)
+        for groups, resident in ((2, 4), (1, 3)):
+            states.attempt(f"bits over cuts, {groups} groups, {resident} blocks", walk_bits, groups, resident)
     if "decode" in sys.argv:
         for num_rows, computed in ((1, 70),) if DRY else ((1, 1056), (64, 1056), (64, 1087), (256, 160)):
             states.attempt(f"decode {num_rows} rows at {computed}", states.decode, "delta", num_rows, computed)

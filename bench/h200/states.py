@@ -137,9 +137,28 @@ def operator(
     return lambda: case.run(rows.backend, rows.own, given), rows
 
 
-def timed(name: str, counts: Sequence[int], computed: int, *, keeps: bool = True) -> tuple[float, dict[str, float]]:
-    """(microseconds of the operator in a graph, of its kernels by name). keeps: see `operator`."""
-    run, kept = operator(name, counts, computed, keeps=keeps)
+def timed(
+    name: str, counts: Sequence[int], computed: int, *, keeps: bool = True, layers: int = 1
+) -> tuple[float, dict[str, float]]:
+    """(microseconds of the operator in a graph, of its kernels by name). keeps: see `operator`.
+
+    layers: how many of them the graph has, one behind the other, each with what it keeps: as a model has them.
+    """
+    operators = [operator(name, counts, computed, keeps=keeps) for _ in range(layers)]
+
+    def run() -> None:
+        for each, _ in operators:
+            each()
+
+    us, parts = timed_graph(run)
+    operators.clear()
+    if not DRY:
+        torch.cuda.empty_cache()
+    return us / layers, {key: took / layers for key, took in parts.items()}
+
+
+def timed_graph(run: Callable[[], object]) -> tuple[float, dict[str, float]]:
+    """(microseconds in a graph, of its kernels by name)."""
     if DRY:
         began = time.perf_counter()
         run()
@@ -165,8 +184,6 @@ def timed(name: str, counts: Sequence[int], computed: int, *, keeps: bool = True
         run()
         torch.cuda.synchronize()
     parts = {event.key: event.self_device_time_total for event in profiler.key_averages()}
-    del kept, graph
-    torch.cuda.empty_cache()
     return statistics.median(times), {key: us for key, us in parts.items() if us > 0.5}
 
 
@@ -176,9 +193,9 @@ def shown(parts: dict[str, float]) -> str:
     return ", ".join(f"{kernel[:20]} {us:.0f}" for kernel, us in longest)
 
 
-def decode(name: str, num_rows: int, computed: int) -> str:
-    """One token a row."""
-    us, parts = timed(name, [1] * num_rows, computed)
+def decode(name: str, num_rows: int, computed: int, layers: int = 1) -> str:
+    """One token a row. layers: see `timed`."""
+    us, parts = timed(name, [1] * num_rows, computed, layers=layers)
     place = computed % 64
     if name == "delta":
         key_heads, heads, keys, values = sizes_of(name)
@@ -196,18 +213,27 @@ def decode(name: str, num_rows: int, computed: int) -> str:
 def prefill(name: str, num_rows: int, count: int) -> str:
     """Whole prompts."""
     us, parts = timed(name, [count] * num_rows, 0)
+    return f"{us:8.0f} us, {prompt_limit(name, num_rows, count, us)} [{shown(parts)}]"
+
+
+def prompt_limit(name: str, num_rows: int, count: int, us: float) -> str:
+    """What bytes or operations of prompts take, of which the states at borders are what prefix caching keeps."""
     tokens = num_rows * count
     if name == "delta":
         key_heads, heads, keys, values = sizes_of(name)
         num_bytes = 2 * tokens * (2 * key_heads * keys + 2 * heads * values)
+        kept = 4 * heads * keys * values
         operations = tokens * heads * (6 * keys * values + 2 * 64 * (keys + values))
     else:
         heads, size, groups, states = sizes_of(name)
         num_bytes = 2 * tokens * (2 * heads * size + 2 * groups * states)
+        kept = 4 * heads * size * states
         operations = tokens * (heads * (4 * states * size + 64 * size) + groups * 64 * states)
-    limit = max(num_bytes / READS, operations / PRODUCTS)
-    kind = "bytes" if num_bytes / READS > operations / PRODUCTS else "products"
-    return f"{us:8.0f} us, {kind} {limit:6.0f}: {limit / us:4.0%} [{shown(parts)}]"
+    all_bytes = num_bytes + num_rows * (count // 64) * kept
+    least, most = num_bytes / READS, all_bytes / READS
+    return (
+        f"bytes {least:.0f}, with states at borders {most:.0f}: {most / us:.0%}; products {operations / PRODUCTS:.0f}"
+    )
 
 
 def tiles(name: str, kind: str, counts: Sequence[int], computed: int) -> str:

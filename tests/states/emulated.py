@@ -1,4 +1,4 @@
-"""`delta_step` and `delta_prompts` on a CPU: compiled by the system's compiler, with lanes.h for a GPU's instructions.
+"""The delta rule's kernels in CUDA C++ on a CPU: compiled by the system's compiler, with lanes.h for its instructions.
 
 Products of float32 take all its bits, as those of Triton's interpreter do.
 """
@@ -16,10 +16,12 @@ import tempfile
 import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
-from octavo.ops.scan.delta import delta_prompts, delta_step, loading
+from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step, loading
 from octavo.states import delta_gpu
 
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
@@ -50,23 +52,40 @@ def _library(kernel: str, macros: tuple[tuple[str, int | str], ...]) -> ctypes.C
 
 
 @contextlib.contextmanager
-def emulated(blocks: int) -> Iterator[list[str]]:
-    """Within, both serve tensors of a CPU; `delta_step` by so many blocks at most. Lists launches by name."""
+def emulated(blocks: int, *, groups: int = 2, compares: bool = False) -> Iterator[list[str]]:
+    """Within, they serve tensors of a CPU; `delta_step` by so many blocks at most. Lists launches by name.
+
+    groups: of a block of `delta_prompts`. compares: with Triton's first, where one that is not loaded is not launched.
+    """
     launches: list[str] = []
+    loaded = set[ModuleType]()
+
+    def shared(kernel: ModuleType) -> dict[str, Any]:
+        return {"serves": loading.fits, "is_loaded": lambda macros, device: loaded.add(kernel) or True}
 
     def launch(told: delta_step.Told, own: dict[str, int | str], _: torch.device) -> None:
+        assert delta_step in loaded or not compares
         launches.append("delta_step")
         threads, tasks = 128 * int(own["PER"]) + 32, told.num_rows * int(own["KEY_HEADS"])
         _library("delta_step", tuple(own.items())).run(ctypes.byref(told), min(blocks, tasks), threads)
 
     def walk(told: delta_prompts.Told, num_rows: int, own: dict[str, int | str], _: torch.device) -> None:
+        assert delta_prompts in loaded or not compares
         launches.append("delta_prompts")
-        _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), num_rows * int(own["HEADS"]), 256)
+        heads = num_rows * int(own["HEADS"])
+        own, blocks = {**own, "GROUPS": groups}, heads * 2 // groups
+        _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), blocks, delta_prompts.THREADS)
 
-    shared = {"serves": loading.fits, "is_loaded": lambda macros, device: True}
+    def prepare(told: delta_prepare.Told, num_chunks: int, own: dict[str, int | str], _: torch.device) -> None:
+        assert delta_prepare in loaded or not compares
+        launches.append("delta_prepare")
+        blocks = num_chunks * int(own["KEY_HEADS"])
+        _library("delta_prepare", tuple(own.items())).run(ctypes.byref(told), blocks, 256)
+
     with (
-        unittest.mock.patch.multiple(delta_step, launch=launch, **shared),
-        unittest.mock.patch.multiple(delta_prompts, launch=walk, **shared),
-        unittest.mock.patch.object(delta_gpu, "_agrees", lambda *_: True),
+        unittest.mock.patch.multiple(delta_step, launch=launch, **shared(delta_step)),
+        unittest.mock.patch.multiple(delta_prompts, launch=walk, **shared(delta_prompts)),
+        unittest.mock.patch.multiple(delta_prepare, launch=prepare, **shared(delta_prepare)),
+        unittest.mock.patch.object(delta_gpu, "_agrees", delta_gpu._agrees if compares else lambda *_: True),
     ):
         yield launches

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import unittest.mock
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 
@@ -13,7 +13,7 @@ import state_rig as rig
 from emulated import COMPILER, emulated
 from octavo.layers.recurrent import GatedDeltaRule, ShortConvolution, state_spec
 from octavo.ops.scan import SHORT_CHUNK
-from octavo.ops.scan.delta import delta_prompts, delta_step
+from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step
 from octavo.rl.autograd import recurrent
 from octavo.rl.autograd.recurrent import DeltaSizes, gated_delta, short_conv
 from octavo.rl.pack import Pack
@@ -157,21 +157,50 @@ def one_kernel_decodes(heads: tuple[int, int], begins: Sequence[int], steps: int
         assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max()
 
 
-def one_kernel_walks() -> None:
-    """Prompts of the delta rule, a warp's lanes on a CPU, beside Triton's walk: from a state on, and an open chunk."""
+def prompts_in_cuda(groups: int, *kernels: ModuleType) -> None:
+    """The delta rule's, lanes on a CPU, beside Triton's: from a state on, within a block, and an open chunk."""
     case = rig.CASES["delta"](torch.float16, 1, 2, 128, 128)
-    drawn = rig.draw_all(case, (150, 70))
+    drawn = rig.draw_all(case, (151, 70, 121))
     found = []
-    for copied in ((), (delta_prompts,)):
-        own = unittest.mock.patch.multiple(delta_gpu, _COPIED=copied, _FEWEST_WALKS=1)
-        with own, emulated(3) as launches:
+    for copied in ((), kernels):
+        own = unittest.mock.patch.multiple(delta_gpu, _COPIED=copied)
+        with own, emulated(3, groups=groups) as launches:
             rows = rig.Rows(case, GpuStates(), drawn, block_size=64)
-            rows.compute({1: 70, 0: 64})
-            rows.compute({0: 86})
-        assert launches == ["delta_prompts"] * 2 * len(copied)
-        found.append([*rows.results, rows.own.states[0].data.nan_to_num(0, 0, 0).clamp(-99, 99)])
-    for one, other in zip(*found, strict=True):
-        assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max()
+            rows.compute({1: 70, 0: 64, 2: 21})
+            rows.padded = 1
+            rows.compute({2: 99, 0: 86})
+            rows.compute({0: 1, 2: 1})  # by what is kept
+        assert launches == [each.__name__.rpartition(".")[2] for each in copied] * 2
+        stores = [rows.own.states[0], *rows.own.kept_inputs[4:]]
+        found.append([*rows.results, *(store.data.float().nan_to_num(0, 0, 0).clamp(-99, 99) for store in stores)])
+    for place, (one, other) in enumerate(zip(*found, strict=True)):
+        assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max(), place
+
+
+def beside_prompts(*kernels: ModuleType) -> None:
+    """The delta rule's rows of one token beside longer ones have the bits that they have in steps of their own."""
+    case = rig.CASES["delta"](torch.float16, 1, 2, *((128, 128) if kernels else (16, 32)))
+    drawn = rig.draw_all(case, (67, 66, 131, 40))
+    steps = [{0: 63, 1: 64}, {0: 1, 3: 20}, {0: 1, 1: 1, 2: 70}, {0: 1, 1: 1, 3: 7, 2: 20}, {0: 1, 3: 13, 2: 41}]
+    found = []
+    for padded, apart in ((0, False), (2, False), (0, True)):
+        rows = rig.Rows(case, GpuStates(), drawn, block_size=64)
+        rows.padded = padded
+        for counts in steps:
+            for part in [{row: count} for row, count in counts.items()] if apart else [counts]:
+                decode = unittest.mock.patch.object(delta_gpu, "_decode_rows", side_effect=delta_gpu._decode_rows)
+                own = unittest.mock.patch.multiple(delta_gpu, _COPIED=kernels, _FEWEST_STEPS=1)
+                with own, emulated(3) as launches, decode as decoded:
+                    rows.compute(part)
+                assert decoded.called == (1 in part.values() or padded > 0), part
+                if kernels:
+                    assert ("delta_step" in launches) == decoded.called
+                    assert ("delta_prompts" in launches) == (max(part.values()) > 16), part
+        found.append(rows.results)
+    for results in found[1:]:
+        for one, other in zip(results, found[0], strict=True):
+            near = (one.float() - other.float()).abs() <= 1e-3 * other.float().abs().max()  # lanes on a CPU
+            assert (near if kernels else one == other).all(), (one != other).any(1).nonzero().flatten()
 
 
 def kernels_are_compared() -> None:
@@ -179,16 +208,30 @@ def kernels_are_compared() -> None:
     case = rig.CASES["delta"](torch.float16, 1, 2, 128, 128)
     rows = rig.Rows(case, GpuStates(), rig.draw_all(case, (70,)), block_size=64)
     told = GpuStates()._tell(rows.own, "delta", ("state",), DELTA_INPUTS, (128, 128, 128, 128, 1, 1))
-    runs = [functools.partial(delta_gpu.gated_delta, choose=lambda *_, own=each: own) for each in (False, True)]
-    like = torch.empty(0, dtype=torch.float16)
-    for row, name in ((delta_check.PROMPT, "delta_prompts"), (delta_check.DECODED, "delta_step")):
-        with emulated(3) as launches:
-            found = delta_check.results(rows.own, told, case.part.operands, like, row, runs)
-        assert launches == [name], (launches, told.forms)
-        assert delta_check.agree([found[0], found[0]])
-        assert not delta_check.agree([found[0], [each + 1 for each in found[0]]])
+    like, agreed = torch.empty(0, 512, dtype=torch.float16), list[int]()
+
+    def agree(found: Sequence[Sequence[torch.Tensor]]) -> bool:
+        assert same([found[0], found[0]]) and not same([found[0], [each + 1 for each in found[0]]])
         for one, other in zip(*found, strict=True):
-            assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max(), (name, one.shape)
+            assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max(), one.shape
+        agreed.append(len(found))
+        return True
+
+    same = delta_check.agree
+    asked = unittest.mock.patch.object(delta_gpu.validation_cache, "holds", lambda told, device, compare: compare())
+    near = unittest.mock.patch.object(delta_check, "agree", agree)
+    captured = unittest.mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for kernel, launched in (
+        (delta_prompts, ["delta_prompts"] * 2),
+        (delta_prepare, ["delta_prepare", "delta_prompts"]),
+        (delta_step, ["delta_step"] * 2),
+    ):
+        with emulated(3, compares=True) as launches, asked, near, captured:
+            if kernel is delta_prepare:
+                assert delta_prompts.is_loaded({}, torch.device("cpu"))
+            assert delta_gpu.chosen(kernel, rows.own, told, case.part.operands, like)
+        assert launches == launched, (launches, told.forms)
+    assert agreed == [2] * 5
 
 
 def several_heads_decode() -> None:
@@ -200,12 +243,16 @@ def several_heads_decode() -> None:
 
 _DECODED = {f"{name} decodes": lambda name=name: check_decoding("cpu", name, torch.float32) for name in MAKERS}
 _ONE = (((1, 2), (63, 30, 15, 1), 3), ((1, 4), (66, 47), 1)) if COMPILER else ()
+_OF_PROMPTS = ((2, delta_prompts), (1, delta_prepare, delta_prompts)) if COMPILER else ()
 INTERPRETED = (
     {name: lambda name=name: interpreted(name) for name in MAKERS}
     | _DECODED
     | {"a pack": packed_sequences, "mamba2 walks": walked, "delta streams": streamed}
     | {"mamba2 decodes several heads": several_heads_decode}
     | {f"{heads[1]} heads in one kernel": lambda own=(heads, *rest): one_kernel_decodes(*own) for heads, *rest in _ONE}
-    | ({"a walk in CUDA": one_kernel_walks, "kernels are compared": kernels_are_compared} if COMPILER else {})
+    | {"delta beside prompts": beside_prompts}
+    | ({"kernels beside prompts": lambda: beside_prompts(delta_step, delta_prepare, delta_prompts)} if COMPILER else {})
+    | ({f"{len(each) - 1} kernels for prompts": lambda each=each: prompts_in_cuda(*each) for each in _OF_PROMPTS})
+    | ({"kernels are compared": kernels_are_compared} if COMPILER else {})
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}
 )

@@ -129,6 +129,7 @@ static Four get4(u32 at) { Four x; if (at % 16) abort(); memcpy(&x, memory + at,
 static void put(u32 at, u32 x) { memcpy(memory + at, &x, 4); }
 static void put4(u32 at, const Four& y) { if (at % 16) abort(); memcpy(memory + at, &y, 16); }
 static Four read(u64 at) { Four y; if (at % 16) abort(); memcpy(&y, (void*)at, 16); return y; }
+static u32 read1(u64 at) { u32 x; if (at % 4) abort(); memcpy(&x, (void*)at, 4); return x; }
 static void write2(u64 at, const Two& y) { if (at % 8) abort(); memcpy((void*)at, &y, 8); }
 static void write(u64 at, const Four& y) { if (at % 16) abort(); memcpy((void*)at, &y, 16); }
 static u32 bits_of(float x) { u32 y; memcpy(&y, &x, 4); return y; }
@@ -207,6 +208,16 @@ static Four square_turned(u32 at) {
     });
     return y;
 }
+static void put_square_turned(u32 at, const Four& y) {
+    if (at % 16) abort();
+    exchange({y.x[0], y.x[1], y.x[2], y.x[3]}, [&](auto of) {
+        for (u32 k = 0, lane = current % 32; k < 8; ++k) {
+            u32 word = of(k * 4 + lane % 8 / 2, lane / 8);
+            u16 half = lane % 2 ? word >> 16 : word & 0xffff;
+            memcpy(memory + at + k * 2, &half, 2);
+        }
+    });
+}
 static u32 transposed(u32 x) {
     u32 y = 0;
     exchange({x}, [&](auto of) {
@@ -233,6 +244,40 @@ static void multiply(float (&sum)[4], const Four& a, const Two& b) {
             sum[i] = total;
         }
     });
+}
+template <int N> static void hold(float (&)[N][4]) {}
+template <int N> static void hold(Four (&)[N]) {}
+static void seen_by_groups() {}
+static void group_begin() {}
+static void group_commit() {}
+template <int LEFT, int N> static void group_arrived(float (&)[N][4]) {}
+// A warp's rows of a warp group's product; element(k, n): where the second operand's is.
+template <int N, class F> static void multiply_by(float (&sum)[N][4], const Four& a, F element) {
+    exchange({a.x[0], a.x[1], a.x[2], a.x[3]}, [&](auto of) {
+        u32 lane = current % 32;
+        for (u32 i = 0; i < N * 4; ++i) {
+            u32 row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+            float total = sum[i / 4][i % 4];
+            for (u32 k = 0; k < 16; ++k) {
+                u32 x = of(row % 8 * 4 + k % 8 / 2, row / 8 + k / 8 * 2);
+                u16 y;
+                memcpy(&y, memory + element(k, column), 2);
+                total += widened(k % 2 ? x >> 16 : x & 0xffff) * widened(y);
+            }
+            sum[i / 4][i % 4] = total;
+        }
+    });
+}
+static void group_multiply(float (&sum)[8][4], const Four& a, u32 at) {
+    if (at % 32 || at / 128 % 8) abort();
+    multiply_by(sum, a, [at](u32 k, u32 n) {
+        u32 inner = at % 128 + k * 2;
+        return at / 128 * 128 + n * 128 + (inner / 16 ^ n % 8) * 16 + inner % 16;
+    });
+}
+static void group_multiply_turned(float (&sum)[16][4], const Four& a, u32 at, u32 apart) {
+    if (at % 1024 || apart % 1024) abort();
+    multiply_by(sum, a, [=](u32 k, u32 n) { return at + n / 64 * apart + k * 128 + (n % 64 / 8 ^ k % 8) * 16 + n % 8 * 2; });
 }
 static void multiply_tf32(float (&sum)[4], const Four& a, const Two& b) {
     exchange({a.x[0], a.x[1], a.x[2], a.x[3], b.x[0], b.x[1]}, [&](auto of) {

@@ -20,7 +20,9 @@ from octavo.states.launches import Told
 
 Run = Callable[[LayerStates, Told, DeltaOperands, Tensor, Tensor, Tensor], Tensor]
 PROMPT = 64, 86  # tokens computed before, and those of the step: from a state on, past a border, into an open chunk
+CONTINUED = 64 + 41, 86  # from within a block of 16 tokens on
 DECODED = 64 + 41, 1
+ENDING = 64 + 63, 1  # a chunk
 
 
 def results(

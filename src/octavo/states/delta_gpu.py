@@ -18,7 +18,7 @@ from octavo.ops.compile import side_by_side, validation_cache
 from octavo.ops.compile.launch import chained
 from octavo.ops.compile.row_sum import padded_length
 from octavo.ops.scan import DeltaOperands
-from octavo.ops.scan.delta import delta_prompts, delta_step
+from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step
 from octavo.ops.scan.delta.decode_gpu import delta_decode, delta_ready
 from octavo.ops.scan.delta.scan_gpu import delta_advance, delta_blocks, delta_scan
 from octavo.ops.scan.delta.walk_gpu import delta_chunks, delta_walk
@@ -50,20 +50,26 @@ _BLOCK_WARPS, _CHUNK_WARPS, _CHUNK_REGISTERS = 2, 8, 128
 _STREAMED = (torch.bfloat16, torch.float16)
 _STREAM_TILES, _STREAM_PROGRAMS, _STREAM_STAGES, _STREAM_REGISTERS = 4, 512, 2, 168
 _READY_WARPS, _READY_REGISTERS = 2, 200
-# Kernels in CUDA C++ that run where they serve; rows' heads, of keys where they decode and else of values, with which
-# an H200 is busy enough for them: a block has one, of which Triton's programs have tiles.
-_COPIED: tuple[ModuleType, ...] = (delta_step, delta_prompts)
-_FEWEST_STEPS, _FEWEST_WALKS = 128, 512
+# Kernels in CUDA C++ that run where they serve; rows' heads of keys with which an H200 is busy enough for the one that
+# decodes: a block has one, of which Triton's programs have tiles.
+_COPIED: tuple[ModuleType, ...] = (delta_step, delta_prompts, delta_prepare)
+_FEWEST_STEPS = 128
+_EXAMPLES = {
+    delta_step: (delta_check.DECODED, delta_check.ENDING),
+    delta_prompts: (delta_check.PROMPT, delta_check.CONTINUED),
+    delta_prepare: (delta_check.CONTINUED,),
+}
 _agreed: dict[tuple[object, ...], bool] = {}  # by kernel, GPU and what it was compiled for
 _SCAN_REGISTERS: int | None = 128  # of a thread: four programs of 16-bit types a processor, 32 kB of states each
 _FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM")
 
 
+Given = tuple[Tensor, Tensor, Tensor]  # qkv, a, b
 Choose = Callable[[ModuleType, LayerStates, Told, DeltaOperands, Tensor], bool]
 
 
 def chosen(kernel: ModuleType, own: LayerStates, told: Told, rule: DeltaOperands, qkv: Tensor) -> bool:
-    """Whether `delta_step` or `delta_prompts` serves a layer, is there, and was found to give Triton's bits."""
+    """Whether a kernel in CUDA C++ serves a layer, is there, and was found to give Triton's bits."""
     heads, sizes = (rule.num_heads, rule.num_key_heads), (rule.key_size, rule.value_size)
     if kernel not in _COPIED or not kernel.serves(heads, sizes, own.chunk, qkv, told.kept[:4]):
         return False
@@ -86,11 +92,14 @@ def _agrees(
             return True
         if torch.cuda.is_current_stream_capturing():
             return False
-        row = delta_check.DECODED if kernel is delta_step else delta_check.PROMPT
 
         def compare() -> bool:
-            runs = [functools.partial(gated_delta, choose=lambda *_, own=each: own) for each in (False, True)]
-            return delta_check.agree(delta_check.results(own, told, rule, qkv, row, runs))
+            those = {kernel} | ({delta_prompts} if kernel is delta_prepare else set())  # which are loaded
+            ways = (lambda *_: False), (lambda each, *_: each in those)
+            runs = [functools.partial(gated_delta, choose=choose) for choose in ways]
+            return all(
+                delta_check.agree(delta_check.results(own, told, rule, qkv, row, runs)) for row in _EXAMPLES[kernel]
+            )
 
         try:
             told_of = [kernel.__name__, sorted(map(str, macros.items()))]
@@ -115,20 +124,113 @@ def gated_delta(
     choose: Choose = chosen,
 ) -> Tensor:
     """See StateBackend."""
-    keys, values = rule.key_size, rule.value_size
-    step, heads = own.inputs, rule.num_heads
-    if step.max_query_len == 1 and qkv.dtype in _STREAMED and is_streamable(told, keys):
-        is_copied = a.dtype == b.dtype == qkv.dtype and choose(delta_step, own, told, rule, qkv)
-        is_copied = is_copied and (len(step.rows) * rule.num_key_heads >= _FEWEST_STEPS or choose is not chosen)
-        if not is_copied or side_by_side.current() is not None:  # those that it is compared with compile as well
-            out = _decode(own, told, rule, qkv, a, b)
-        if is_copied:
-            out = _step(own, told, rule, qkv, a, b)
-        _advance(own, told, rule, qkv)
-        return out
-    count, num_rows, padded = len(qkv), len(step.rows), padded_length(keys)
+    step, out = own.inputs, qkv.new_empty(len(qkv), rule.num_heads * rule.value_size)
+    single = _single_rows(own, told, rule, qkv)
+    ahead, others = step.query_start, len(step.rows)  # its first number is 0
+    if single:
+        _decode_rows(own, told, rule, (qkv, a, b), out, single, choose)
+        if step.max_query_len == 1:
+            return out
+        assert step.bounds is not None, "rows of one token come first"
+        ahead, others = own.step.num_single, step.bounds[1]
+    if others:
+        _scan_rows(own, told, rule, (qkv, a, b), out, (ahead, others), choose)
+    return out
+
+
+def _single_rows(own: LayerStates, told: Told, rule: DeltaOperands, qkv: Tensor) -> int:
+    """How many rows of one token, at most, kernels of their own serve: the first of the step, or all."""
+    step = own.inputs
+    if qkv.dtype not in _STREAMED or not is_streamable(told, rule.key_size):
+        return 0
+    if step.max_query_len == 1:
+        return len(step.rows)
+    pays = step.max_query_len > FEW or len(qkv) < 2 * len(step.rows)  # beside a prompt, not where most verify
+    return step.bounds[0] if step.bounds is not None and pays else 0
+
+
+def _decode_rows(
+    own: LayerStates, told: Told, rule: DeltaOperands, given: Given, out: Tensor, num_rows: int, choose: Choose
+) -> None:
+    """Of the first `num_rows` rows, those of one token. given: qkv, a, b."""
+    qkv, a, b = given
+    is_copied = a.dtype == b.dtype == qkv.dtype and choose(delta_step, own, told, rule, qkv)
+    is_copied = is_copied and (num_rows * rule.num_key_heads >= _FEWEST_STEPS or choose is not chosen)
+    if not is_copied or side_by_side.current() is not None:  # those that it is compared with compile as well
+        _decode(own, told, rule, given, out, num_rows)
+        _advance(own, told, rule, qkv, num_rows)
+    if is_copied:
+        _step(own, told, rule, given, out, num_rows)
+
+
+def _scan_rows(
+    own: LayerStates,
+    told: Told,
+    rule: DeltaOperands,
+    given: Given,
+    out: Tensor,
+    which: tuple[Tensor, int],
+    choose: Choose,
+) -> None:
+    """Of rows of several tokens, or of any. which: how many rows are ahead, on the device, and how many are theirs."""
+    (qkv, a, b), (ahead, num_rows), step, heads, keys = given, which, own.inputs, rule.num_heads, rule.key_size
+    values = rule.value_size
+    walks = step.max_query_len > FEW and own.chunk == 64 and qkv.dtype in _WALKED and is_streamable(told, keys)
+    is_copied = walks and choose(delta_prompts, own, told, rule, qkv)
+    is_prepared = is_copied and a.dtype == b.dtype == qkv.dtype and choose(delta_prepare, own, told, rule, qkv)
+    if not is_prepared or side_by_side.current() is not None:
+        made = _ready(own, told, rule, given, walks)
+    if is_prepared:
+        made = _prepare(own, told, rule, given, which)
+    if is_copied:
+        _walk(own, told, rule, qkv, made, out, which)
+        if side_by_side.current() is None:  # else those that it is compared with compile as well
+            return
+    query, key, total, rate, *blocks = made
+    forms = dict(zip(_FORMS, told.forms, strict=True))
+    taken = query, key, qkv[:, 2 * rule.num_key_heads * keys :], qkv.stride(0), total, rate, *blocks, out
+    taken += step.rows, step.query_start, step.seq_lens, ahead, len(step.rows), *told.tables
+    if walks:  # rows that begin at a border
+        named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM")}
+        wide, warps = _tile(values, _WALKING)
+        delta_walk[heads * -(-values // wide), num_rows](
+            *taken,
+            *told.kept[:4],
+            *told.firsts,
+            **_shape(own, rule, qkv),
+            **named,
+            VALUE_SIZE=values,
+            TILE=wide,
+            STAGES=_WALK_STAGES,
+            num_warps=warps,
+            num_stages=1,
+            **PLAIN,
+        )
+    kind = kind_of(step.max_query_len)
+    tile, _ = _tile(values, kind)
+    delta_scan[heads * -(-values // tile), num_rows](
+        *taken,
+        *told.kept,
+        *told.firsts,
+        **_shape(own, rule, qkv),
+        **forms,
+        VALUE_SIZE=values,
+        TILE=tile,
+        ADVANCE=step.max_query_len > 1,
+        WALKED=walks,
+        num_stages=1,
+        **_program(qkv, kind),
+        **PLAIN,
+    )
+    if step.max_query_len == 1:
+        _advance(own, told, rule, qkv, len(step.rows))
+
+
+def _ready(own: LayerStates, told: Told, rule: DeltaOperands, given: Given, by_chunk: bool) -> tuple[Tensor, ...]:
+    """(q and k of norm 1, summed gates and rates, M, the factors of o, T). by_chunk: see `_blocks`."""
+    qkv, a, b = given
+    count, keys, padded = len(qkv), rule.key_size, padded_length(rule.key_size)
     query, key = (qkv.new_empty(count, rule.num_key_heads, keys) for _ in range(2))  # each aligned, at any length
-    out = qkv.new_empty(count, heads * values)
     if count:
         norms = {"HEADS": rule.num_key_heads, "SIZE": keys, "PADDED": padded, "LEVELS": padded.bit_length() - 1}
         lines = count * rule.num_key_heads
@@ -136,65 +238,65 @@ def gated_delta(
             qkv, qkv.stride(0), query, key, keys**-0.5, lines, **norms, LINES=_LINES, num_warps=4, **PLAIN
         )
     total, rate = gates(own, told, a, b, rule.decay, rule.dt_bias, (0.0, 0.0), slots=(4, 5))
-    walks = step.max_query_len > FEW and own.chunk == 64 and qkv.dtype in _WALKED and is_streamable(told, keys)
-    made = _blocks(own, told, rule, query, key, total, rate, walks)
-    forms = dict(zip(_FORMS, told.forms, strict=True))
-    kind = kind_of(step.max_query_len)
-    is_copied = walks and choose(delta_prompts, own, told, rule, qkv)
-    is_copied = is_copied and (num_rows * heads >= _FEWEST_WALKS or choose is not chosen)
-    if is_copied:
-        _walk(own, told, rule, (query, key, qkv, total, rate, *made), out)
-    if walks and (not is_copied or side_by_side.current() is not None):  # rows that begin at a border
-        state, key_kept, value_kept, update, _, _ = told.kept
-        named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM")}
-        wide, warps = _tile(values, _WALKING)
-        delta_walk[heads * -(-values // wide), num_rows](
-            query, key, qkv[:, 2 * rule.num_key_heads * keys :], qkv.stride(0), total, rate, *made, out,
-            step.rows, step.query_start, step.seq_lens, *told.tables, state, key_kept, value_kept, update,
-            *told.firsts, **_shape(own, rule, qkv), **named, VALUE_SIZE=values, TILE=wide,
-            STAGES=_WALK_STAGES, num_warps=warps, num_stages=1, **PLAIN,
-        )  # fmt: skip
-    tile, _ = _tile(values, kind)
-    delta_scan[heads * -(-values // tile), num_rows](
-        query, key, qkv[:, 2 * rule.num_key_heads * keys :], qkv.stride(0), total, rate, *made, out,
-        step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
-        **_shape(own, rule, qkv), **forms, VALUE_SIZE=values, TILE=tile,
-        ADVANCE=step.max_query_len > 1, WALKED=walks, num_stages=1, **_program(qkv, kind), **PLAIN,
-    )  # fmt: skip
-    if step.max_query_len == 1:
-        _advance(own, told, rule, qkv)
-    return out
+    return query, key, total, rate, *_blocks(own, told, rule, query, key, total, rate, by_chunk)
 
 
-def _walk(own: LayerStates, told: Told, rule: DeltaOperands, made: tuple[Tensor, ...], out: Tensor) -> None:
-    """What `delta_walk` does, by `delta_prompts`."""
-    step, kept, (query, key, qkv, *others) = own.inputs, told.kept[:4], made
+def _prepare(
+    own: LayerStates, told: Told, rule: DeltaOperands, given: Given, which: tuple[Tensor, int]
+) -> tuple[Tensor, ...]:
+    """What `_ready` makes by chunks, by `delta_prepare`, of those rows alone."""
+    (qkv, a, b), step, count, heads = given, own.inputs, len(given[0]), rule.num_heads
+    num_rows = len(step.rows)
+    query, key = (qkv.new_empty(count, rule.num_key_heads, rule.key_size) for _ in range(2))
+    total, rate = (torch.empty(count, heads, device=qkv.device) for _ in range(2))
+    blocks = count // 16 + 2 * num_rows
+    before, factor = query.new_empty(2, blocks, heads, 16, own.chunk)
+    made = query, key, total, rate, before, factor, torch.empty(blocks, heads, 16, 16, device=qkv.device)
+    macros = delta_prepare.macros((heads, rule.num_key_heads), own.block_size, told.forms, qkv.dtype)
+    _, key_kept, _, _, *sums_kept = told.kept
+    taken = qkv, a, b, rule.decay, rule.dt_bias, *made, step.rows, step.query_start, step.seq_lens, which[0]
+    places = [each.data_ptr() for each in (*taken, told.tables[2], key_kept, *sums_kept)]
+    numbers = qkv.stride(0), a.stride(0), b.stride(0), told.tables[3], told.firsts[1], num_rows
+    to_tell = delta_prepare.Told(*places, *numbers, rule.key_size**-0.5)
+    delta_prepare.launch(to_tell, count // own.chunk + 2 * which[1], macros, qkv.device)
+    return made
+
+
+def _walk(
+    own: LayerStates,
+    told: Told,
+    rule: DeltaOperands,
+    qkv: Tensor,
+    made: tuple[Tensor, ...],
+    out: Tensor,
+    which: tuple[Tensor, int],
+) -> None:
+    """What `delta_walk` and `delta_scan` do, by `delta_prompts`. made: see `_ready`."""
+    step, kept, (query, key, *others) = own.inputs, told.kept, made
     macros = delta_prompts.macros((rule.num_heads, rule.num_key_heads), own.block_size, told.forms, qkv.dtype)
     state_table, state_columns, input_table, input_columns = told.tables
     given = query, key, qkv[:, 2 * rule.num_key_heads * rule.key_size :], *others, out
-    places = *given, step.rows, step.query_start, step.seq_lens, state_table, input_table, *kept
-    numbers = qkv.stride(0), state_columns, input_columns, *told.firsts
+    places = *given, step.rows, step.query_start, step.seq_lens, which[0], state_table, input_table, *kept
+    numbers = qkv.stride(0), state_columns, input_columns, *told.firsts, len(step.rows)
     to_tell = delta_prompts.Told(*(each.data_ptr() for each in places), *numbers)
-    delta_prompts.launch(to_tell, len(step.rows), macros, qkv.device)
+    delta_prompts.launch(to_tell, which[1], macros, qkv.device)
 
 
-def _decode(own: LayerStates, told: Told, rule: DeltaOperands, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Where every row has one token: what needs no state, then states as they come."""
-    step, heads, key_heads = own.inputs, rule.num_heads, rule.num_key_heads
+def _decode(own: LayerStates, told: Told, rule: DeltaOperands, given: Given, out: Tensor, num_rows: int) -> None:
+    """Of the first rows, those of one token: what needs no state, then states as they come."""
+    (qkv, a, b), step, heads, key_heads = given, own.inputs, rule.num_heads, rule.num_key_heads
     keys, values = rule.key_size, rule.value_size
-    num_rows, per = len(step.rows), rule.num_heads // rule.num_key_heads
-    padded, pdl = padded_length(keys), chained(qkv.device)
-    out = qkv.new_empty(len(qkv), heads * values)
+    per, padded, pdl = rule.num_heads // rule.num_key_heads, padded_length(keys), chained(qkv.device)
     query, key = qkv.new_empty(2, num_rows, key_heads, keys)
     before, factor = qkv.new_empty(num_rows, heads, 16, own.chunk), qkv.new_empty(num_rows, heads, own.chunk)
     factors, below = (torch.empty(num_rows, heads, width, device=qkv.device) for width in (48, 256))
     state, key_kept, value_kept, update, total, rate = told.kept
     forms, shape = dict(zip(_FORMS, told.forms, strict=True)), _shape(own, rule, qkv)
-    given = step.rows, step.query_start, step.seq_lens
+    rows = step.rows, step.query_start, step.seq_lens
     named = {name: forms[name] for name in ("KEY_FORM", "TOTAL_FORM", "RATE_FORM")}
     delta_ready[key_heads, num_rows](
         qkv, qkv.stride(0), a, a.stride(0), b, b.stride(0), rule.decay, rule.dt_bias, keys**-0.5,
-        query, key, before, factor, factors, below, *given, *told.tables[2:], key_kept, total, rate,
+        query, key, before, factor, factors, below, *rows, *told.tables[2:], key_kept, total, rate,
         told.firsts[1], **shape, **named, LEVELS=padded.bit_length() - 1, LANES=16 * (1 << (per - 1).bit_length()),
         num_warps=_READY_WARPS, maxnreg=_READY_REGISTERS, num_stages=1, **PLAIN, **pdl,
     )  # fmt: skip
@@ -203,32 +305,29 @@ def _decode(own: LayerStates, told: Told, rule: DeltaOperands, qkv: Tensor, a: T
     tiles = -(-values // wide)
     named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM")}
     delta_decode[heads * tiles // _tiles_of(per * tiles, num_rows * heads * tiles), num_rows](
-        *made, qkv.stride(0), out, *given, *told.tables, state, key_kept, value_kept, update, *told.firsts,
+        *made, qkv.stride(0), out, *rows, *told.tables, state, key_kept, value_kept, update, *told.firsts,
         **shape, **named, VALUE_SIZE=values, TILE=wide, STAGES=_STREAM_STAGES,
         num_warps=warps, maxnreg=_STREAM_REGISTERS, num_stages=1, **PLAIN, **pdl,
     )  # fmt: skip
-    return out
 
 
-def _step(own: LayerStates, told: Told, rule: DeltaOperands, qkv: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """What `_decode` does, by `delta_step`."""
-    step, out = own.inputs, qkv.new_empty(len(qkv), rule.num_heads * rule.value_size)
+def _step(own: LayerStates, told: Told, rule: DeltaOperands, given: Given, out: Tensor, num_rows: int) -> None:
+    """What `_decode` and `_advance` do, by `delta_step`."""
+    (qkv, a, b), step = given, own.inputs
     macros = delta_step.macros((rule.num_heads, rule.num_key_heads), own.block_size, told.forms, qkv.dtype)
     state_table, state_columns, input_table, input_columns = told.tables
-    given = qkv, a, b, rule.decay, rule.dt_bias, out, step.rows, step.query_start, step.seq_lens
-    places = [each.data_ptr() for each in (*given, state_table, input_table, *told.kept)]
-    numbers = qkv.stride(0), a.stride(0), b.stride(0), state_columns, input_columns, *told.firsts, len(step.rows)
+    taken = qkv, a, b, rule.decay, rule.dt_bias, out, step.rows, step.query_start, step.seq_lens
+    places = [each.data_ptr() for each in (*taken, state_table, input_table, *told.kept)]
+    numbers = qkv.stride(0), a.stride(0), b.stride(0), state_columns, input_columns, *told.firsts, num_rows
     delta_step.launch(delta_step.Told(*places, *numbers, rule.key_size**-0.5), macros, qkv.device)
-    return out
 
 
-def _advance(own: LayerStates, told: Told, rule: DeltaOperands, qkv: Tensor) -> None:
-    """Write the states of rows whose one token ends a chunk."""
+def _advance(own: LayerStates, told: Told, rule: DeltaOperands, qkv: Tensor, num_rows: int) -> None:
+    """Of the first rows, write the states of those whose one token ends a chunk."""
     step, values = own.inputs, rule.value_size
     state, key, _, update, total, _ = told.kept
     forms = dict(zip(_FORMS, told.forms, strict=True))
     named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "UPDATE_FORM", "TOTAL_FORM")}
-    num_rows = len(step.rows)
     delta_advance[_PARTS, -(-num_rows // _GROUP)](
         step.rows, step.query_start, step.seq_lens, num_rows, *told.tables, state, key, update, total,
         *told.firsts, **_shape(own, rule, qkv), VALUE_SIZE=values, TILE=_tile(values, _ADVANCING)[0],

@@ -62,6 +62,11 @@ __device__ inline Four read(u64 at) {
                  : "=r"(y.x[0]), "=r"(y.x[1]), "=r"(y.x[2]), "=r"(y.x[3]) : "l"(at) : "memory");
     return y;
 }
+__device__ inline u32 read1(u64 at) {
+    u32 x;
+    asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+}
 __device__ inline void write2(u64 at, const Two& y) {
     asm volatile("st.global.v2.b32 [%0], {%1, %2};" :: "l"(at), "r"(y.x[0]), "r"(y.x[1]) : "memory");
 }
@@ -82,6 +87,11 @@ __device__ inline Four square_turned(u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(y.x[0]), "=r"(y.x[1]), "=r"(y.x[2]), "=r"(y.x[3]) : "r"(at) : "memory");
     return y;
+}
+// Four squares, as products give them, into shared memory: each is transposed, in place.
+__device__ inline void put_square_turned(u32 at, const Four& y) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(at), "r"(y.x[0]), "r"(y.x[1]), "r"(y.x[2]), "r"(y.x[3]) : "memory");
 }
 // 8 x 8 of 16-bit numbers, two a lane, transposed.
 __device__ inline u32 transposed(u32 x) {
@@ -105,6 +115,60 @@ __device__ inline void multiply_tf32(float (&sum)[4], const Four& a, const Two& 
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3]), "r"(b.x[0]), "r"(b.x[1]));
+}
+// A warp group's products, of 64 rows, a warp has 16 of; both operands and sums lie in lanes as those of a warp's. `at`:
+// the second operand in shared memory, lines of 128 bytes whose parts of 16 lie by exclusive or with the line's number.
+template <int N> __device__ inline void hold(float (&sums)[N][4]) {  // they change behind the compiler's back
+#pragma unroll
+    for (int i = 0; i < N * 4; ++i) asm volatile("" : "+f"(sums[i / 4][i % 4]) :: "memory");
+}
+template <int N> __device__ inline void hold(Four (&given)[N]) {
+#pragma unroll
+    for (int i = 0; i < N * 4; ++i) asm volatile("" : "+r"(given[i / 4].x[i % 4]) :: "memory");
+}
+__device__ inline void seen_by_groups() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void group_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT, int N> __device__ inline void group_arrived(float (&sums)[N][4]) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory");
+    hold(sums);
+}
+#if HALF
+#define GROUP_TYPES ".f32.f16.f16 "
+#else
+#define GROUP_TYPES ".f32.bf16.bf16 "
+#endif
+#define SUM(j) "+f"(sums[j][0]), "+f"(sums[j][1]), "+f"(sums[j][2]), "+f"(sums[j][3])
+#define SUMS(j) SUM(j), SUM(j + 1), SUM(j + 2), SUM(j + 3), SUM(j + 4), SUM(j + 5), SUM(j + 6), SUM(j + 7)
+#define FIRST "r"(a.x[0]), "r"(a.x[1]), "r"(a.x[2]), "r"(a.x[3])
+__device__ inline u64 tile_at(u32 at, u32 apart) {  // apart: bytes to the tile of the next 64 columns
+    return (u64)(at >> 4) | (u64)(apart >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+// By 64 lines of 16 numbers, a column each.
+__device__ inline void group_multiply(float (&sums)[8][4], const Four& a, u32 at) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n64k16" GROUP_TYPES "{"
+        "%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
+        : SUMS(0) : FIRST, "l"(tile_at(at, 0)));
+}
+// By 16 lines of 128 columns, of which the second half is another tile.
+__device__ inline void group_multiply_turned(float (&sums)[16][4], const Four& a, u32 at, u32 apart) {
+    asm volatile(
+        "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n128k16" GROUP_TYPES "{"
+        "%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, "
+        "%40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, "
+        "%56, %57, %58, %59, %60, %61, %62, %63}, "
+        "{%64, %65, %66, %67}, %68, p, 1, 1, 1; }"
+        : SUMS(0), SUMS(8) : FIRST, "l"(tile_at(at, apart)));
 }
 __device__ inline u32 pack(float low, float high) {
     u32 both;

@@ -89,7 +89,7 @@ def delta_ready(
     per: tl.constexpr = HEADS // KEY_HEADS
     token, end = tl.load(query_start + row).to(tl.int64), tl.load(seq_lens + row)
     table_row = tl.load(rows + row)
-    if tl.load(query_start + row + 1) == token:  # a row of padding
+    if tl.load(query_start + row + 1) != token + 1:  # a row of padding, or another kernel's
         return
     of_row = (input_table + table_row * input_columns, input_first, BLOCK)
     last = end - 1
@@ -221,7 +221,7 @@ def delta_decode(
     part = HEADS * tiles // tl.num_programs(0)
     first = tl.program_id(0) * part
     token, end = tl.load(query_start + row).to(tl.int64), tl.load(seq_lens + row)
-    is_row = tl.load(query_start + row + 1) > token  # else it is of padding
+    is_row = tl.load(query_start + row + 1) == token + 1  # else it is of padding, or another kernel's
     end, table_row = tl.where(is_row, end, 1), tl.where(is_row, tl.load(rows + row), 0)
     states = state_table + table_row * state_columns
     of_row = (input_table + table_row * input_columns, input_first, BLOCK)

@@ -1,22 +1,22 @@
-// The gated delta rule over prompts from a border on: chunks walked one behind the other. Told of by delta_prompts.py.
+// The gated delta rule over prompts: chunks walked one behind the other. Told of by delta_prompts.py.
 //
-// A block has a row and a head; a warp 16 of its channels, whose state it holds in registers, transposed: [channels,
-// keys]. So are all products: what one gives, as the matrix unit lays it, is what the next takes for its first operand.
-// From k S to T's, M's, f's and the next state's no lane waits for another's numbers. Second operands are a chunk's keys,
-// queries, M, f and T in shared memory, which come by asynchronous copies while the chunk before is computed.
+// A block has a row and 64 * GROUPS channels of a head; a warp 16 of them, whose state it holds in registers, transposed:
+// [channels, keys]. So are all products: what one gives, as the matrix unit lays it, is what the next takes for its first
+// operand. From k S to T's, M's, f's and the next state's no lane waits for another's numbers. Second operands are a
+// chunk's keys, queries, M, f and T in shared memory, which come by asynchronous copies while the chunk before is
+// computed. Products of all 64 tokens are a warp group's, which reads an operand once for its four warps; those of M and
+// T, between which a block of 16 tokens waits for the one before it, are a warp's.
 //
-// Invariant: the operations on a channel are those of `delta_walk`, in the same order; where that multiplies by zeros,
-// they are left out.
+// A step may begin within a chunk, which then has the tokens before as they are kept, and the updates of whole blocks of
+// 16 before.
+//
+// Invariant: the operations on a channel are those of `delta_walk` and `delta_scan`, in the same order; where those
+// multiply by zeros, they may be left out.
 
-#define CHUNK 64
-#define SIZE 128  // of a head's keys, and of its values
-#define THREADS 256
-
-// Constants of a tensor that is kept: see `octavo.ops.scan.kept.Form`.
-struct Form {
-    i64 block, part, line;
-    int lines, of_item, runs, parts, blocks;
-};
+#define HELPERS (GROUPS == 1 ? 128 : 0)  // lanes that ask, weigh and write for a group alone
+#define THREADS (128 * GROUPS + HELPERS)
+#define CHANNELS (64 * GROUPS)
+#define PARTS (SIZE / CHANNELS)  // blocks of a head
 
 struct Told {
     const u16 *query, *key, *value;  // normed, [T, KEY_HEADS, SIZE]; value within rows of qkv
@@ -25,67 +25,114 @@ struct Told {
     const float* inverse;
     u16* out;
     const i64* rows;
-    const int *query_start, *seq_lens, *state_table, *input_table;
+    const int *query_start, *seq_lens, *num_ahead, *state_table, *input_table;
     float* state;
     u16 *key_kept, *value_kept, *update_kept;
+    const float *total_kept, *rate_kept;
     i64 value_row;
-    int state_columns, input_columns, state_first, input_first;
+    int state_columns, input_columns, state_first, input_first, num_rows;
 };
 
-// In shared memory: two chunks' operands, then weighted keys of one.
-#define PITCH 272    // of keys, queries and values
-#define M_PITCH 144  // of M and f
+// In shared memory: two chunks' operands, then weighted keys of one. Keys and queries are two tiles of 64 channels, f is
+// one: see `in_tile`.
+#define TILE (CHUNK * 128)
+#define QUERIES (2 * TILE)
+#define OWN_F (4 * TILE)
+#define OWN_VALUES (5 * TILE)
+#define PITCH (2 * CHANNELS + 16)  // of values and results
+#define OWN_M (OWN_VALUES + CHUNK * PITCH)
+#define M_PITCH 144
+#define OWN_T (OWN_M + CHUNK * M_PITCH)
 #define T_PITCH 96
-#define QUERIES (CHUNK * PITCH)
-#define OWN_VALUES (2 * CHUNK * PITCH)
-#define OWN_M (3 * CHUNK * PITCH)
-#define OWN_F (OWN_M + CHUNK * M_PITCH)
-#define OWN_T (OWN_F + CHUNK * M_PITCH)
 #define OWN_SUMS (OWN_T + CHUNK * T_PITCH)
 #define OWN_RATES (OWN_SUMS + CHUNK * 4)
-#define CHUNK_BYTES (OWN_RATES + CHUNK * 4)
+#define CHUNK_BYTES ((OWN_RATES + CHUNK * 4 + 1023) / 1024 * 1024)
 #define WEIGHTED (2 * CHUNK_BYTES)
+#define RESULTS (WEIGHTED + 2 * TILE)  // of the chunk before
 
-__device__ inline u64 place(const int* table, int first_part, int entry, int offset, int run, const Form& form, int& held) {
-    int line = offset * form.of_item + run / form.runs, part = first_part + line / form.lines;
-    held = table[entry * form.blocks + part / form.parts];
-    return held * form.block + part % form.parts * form.part + line % form.lines * form.line + run % form.runs * (i64)SIZE;
-}
+// Of a tile, where 16 bytes of a line lie.
+__device__ inline u32 in_tile(u32 line, u32 part) { return line * 128 + (part ^ line % 8) * 16; }
 
 // A row's walk.
 struct Walk {
-    int token, end, computed, first_block, head, key_head;
+    int token, end, computed, begin, first_block, head, key_head, channel;  // first_block: of position 0
     const int *states, *inputs;
 };
 
-// Ask for a chunk's operands. Of tokens that are not there zeros come.
+// Ask for a chunk's operands. Of tokens that are not there zeros come. A thread has one part of 16 bytes of every LINES-th
+// line, so that its addresses differ by constants.
+#define LINES (16 * GROUPS)
 __device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to) {
-    int left = walk.end - begin, token = walk.token + begin - walk.computed;
-    i64 block = walk.first_block + (begin - walk.computed) / 16;
-    u64 nowhere = (u64)told.query;
-    for (int i = thread(); i < CHUNK * 16; i += THREADS) {
-        int line = i / 16, part = i % 16;
-        bool is_there = line < left;
-        i64 key = ((i64)(token + line) * KEY_HEADS + walk.key_head) * SIZE + part * 8;
-        i64 value = (token + line) * told.value_row + walk.head * SIZE + part * 8;
-        copy16(to + line * PITCH + part * 16, is_there ? (u64)(told.key + key) : nowhere, is_there ? 16 : 0);
-        copy16(to + QUERIES + line * PITCH + part * 16, is_there ? (u64)(told.query + key) : nowhere, is_there ? 16 : 0);
-        copy16(to + OWN_VALUES + line * PITCH + part * 16, is_there ? (u64)(told.value + value) : nowhere, is_there ? 16 : 0);
+    int left = walk.end - begin, line = (thread() - HELPERS) / 8, part = thread() % 8;
+    i64 token = walk.token + begin - walk.computed + line;
+    i64 block = walk.first_block + (begin + line) / 16;
+    u64 key = (u64)(told.key + (token * KEY_HEADS + walk.key_head) * SIZE + part * 8);
+    u64 query = key - (u64)told.key + (u64)told.query, own_line = (block * HEADS + walk.head) * 16 + line % 16;
+    u64 before = (u64)(told.before + own_line * CHUNK + part * 8), factor = before - (u64)told.before + (u64)told.factor;
+    u64 inverse = (u64)(told.inverse + own_line * 16 + part * 4);
+    u64 value = (u64)(told.value + token * told.value_row + walk.channel + part * 8);
+    u32 tile = to + in_tile(line, part);
+#pragma unroll
+    for (int step = 0; step < CHUNK; step += LINES) {
+        int bytes = line + step < left ? 16 : 0, block_line = line / 16 + step / 16;
+        bool is_made = block_line * 16 < left;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            copy16(tile + half * TILE + step * 128, key + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
+            copy16(tile + QUERIES + half * TILE + step * 128, query + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
+        }
+#pragma unroll
+        for (int half = 0; half < GROUPS; ++half)
+            copy16(to + OWN_VALUES + (line + step) * PITCH + part * 16 + half * 128, value + (step * told.value_row + half * 64) * 2, bytes);
+        copy16(tile + OWN_F + step * 128, factor + step * HEADS * CHUNK * 2, is_made && part / 2 <= block_line ? 16 : 0);
+        if (part / 2 < block_line)
+            copy16(to + OWN_M + (line + step) * M_PITCH + part * 16, before + step * HEADS * CHUNK * 2, is_made ? 16 : 0);
+        if (part < 4) copy16(to + OWN_T + (line + step) * T_PITCH + part * 16, inverse + step * HEADS * 16 * 4, is_made ? 16 : 0);
     }
-    for (int i = thread(); i < CHUNK * 8; i += THREADS) {
-        int line = i / 8, part = i % 8;
-        bool is_made = line / 16 * 16 < left;
-        i64 at = ((block + line / 16) * HEADS + walk.head) * 16 + line % 16;
-        copy16(to + OWN_M + line * M_PITCH + part * 16, is_made ? (u64)(told.before + at * 64 + part * 8) : nowhere, is_made ? 16 : 0);
-        copy16(to + OWN_F + line * M_PITCH + part * 16, is_made ? (u64)(told.factor + at * 64 + part * 8) : nowhere, is_made ? 16 : 0);
+    u32 mine = thread() - HELPERS;
+    if (mine < 2 * CHUNK) {
+        int at = mine % CHUNK;
+        const float* from = mine < CHUNK ? told.total : told.rate;
+        copy4(to + OWN_SUMS + mine * 4, (u64)(from + (token - line + at) * HEADS + walk.head), at < left ? 4 : 0);
+    }
+    commit();
+}
+
+// The same of a chunk that the step begins within. Values of whole blocks before are their updates.
+__device__ inline void ask_open(const Told& told, const Walk& walk, u32 to) {
+    constexpr Form keys{KEY_FORM}, values{VALUE_FORM}, updates{UPDATE_FORM}, totals{TOTAL_FORM}, rates{RATE_FORM};
+    u32 part = thread() % 8;
+    int held, known = walk.computed / 16 * 16;
+#pragma unroll 1
+    for (u32 line = (thread() - HELPERS) / 8; line < CHUNK; line += LINES) {
+        int at = walk.begin + line, bytes = at < walk.end ? 16 : 0, sum_bytes = bytes / 4;
+        bool is_old = at < walk.computed, is_made = at >= known && at / 16 * 16 < walk.end;
+        i64 token = (i64)walk.token + at - walk.computed, own_line = ((i64)(walk.first_block + at / 16) * HEADS + walk.head) * 16 + at % 16;
+        const u16 *key = told.key + (token * KEY_HEADS + walk.key_head) * SIZE, *query = told.query + (key - told.key);
+        const u16* value = told.value + token * told.value_row;
+        const float *total = told.total + token * HEADS, *rate = told.rate + token * HEADS;
+        if (is_old) {
+            key = told.key_kept + place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, keys, held) + walk.key_head * SIZE;
+            u64 where = at < known ? place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, updates, held)
+                                   : place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, values, held);
+            value = (at < known ? told.update_kept : told.value_kept) + where;
+            total = told.total_kept + place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, totals, held);
+            rate = told.rate_kept + place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, rates, held);
+        }
+        for (int half = 0; half < 2; ++half) {
+            u32 tile = to + half * TILE + in_tile(line, part);
+            copy16(tile, (u64)(key + half * 64 + part * 8), bytes);
+            copy16(tile + QUERIES, (u64)(query + half * 64 + part * 8), is_old ? 0 : bytes);
+        }
+        for (int half = 0; half < GROUPS; ++half)
+            copy16(to + OWN_VALUES + line * PITCH + part * 16 + half * 128, (u64)(value + walk.channel + half * 64 + part * 8), bytes);
+        copy16(to + OWN_F + in_tile(line, part), (u64)(told.factor + own_line * CHUNK + part * 8), is_made && part / 2 <= line / 16 ? 16 : 0);
+        if (part / 2 < line / 16)
+            copy16(to + OWN_M + line * M_PITCH + part * 16, (u64)(told.before + own_line * CHUNK + part * 8), is_made ? 16 : 0);
         if (part < 4)
-            copy16(to + OWN_T + line * T_PITCH + part * 16, is_made ? (u64)(told.inverse + at * 16 + part * 4) : nowhere, is_made ? 16 : 0);
-    }
-    if (thread() < 2 * CHUNK) {
-        int line = thread() % CHUNK;
-        i64 at = (i64)(token + line) * HEADS + walk.head;
-        const float* from = thread() < CHUNK ? told.total + at : told.rate + at;
-        copy4(to + OWN_SUMS + thread() * 4, line < left ? (u64)from : nowhere, line < left ? 4 : 0);
+            copy16(to + OWN_T + line * T_PITCH + part * 16, (u64)(told.inverse + own_line * 16 + part * 4), is_made ? 16 : 0);
+        if (part < 2)
+            copy4(to + (part ? OWN_RATES : OWN_SUMS) + line * 4, (u64)((part ? rate : total) + walk.head), sum_bytes);
     }
     commit();
 }
@@ -97,20 +144,15 @@ __device__ inline void keep(const Told& told, const Walk& walk, int from) {
         int at = from + i / 16, channel = i % 16 * 8, held;
         i64 token = walk.token + at - walk.computed;
         u64 goal = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, values, held);
-        if (held > 0)
-            write((u64)(told.value_kept + goal + walk.head * SIZE + channel),
-                  read((u64)(told.value + token * told.value_row + walk.head * SIZE + channel)));
-        if (walk.head % (HEADS / KEY_HEADS)) continue;  // another's
+        if (held > 0 && channel < CHANNELS)
+            write((u64)(told.value_kept + goal + walk.channel + channel),
+                  read((u64)(told.value + token * told.value_row + walk.channel + channel)));
+        if (walk.channel % (HEADS / KEY_HEADS * SIZE)) continue;  // another's
         goal = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, keys, held);
         if (held > 0)
             write((u64)(told.key_kept + goal + walk.key_head * SIZE + channel),
                   read((u64)(told.key + (token * KEY_HEADS + walk.key_head) * SIZE + channel)));
     }
-}
-
-// Second operands of two products, of 16 columns, from rows of 16-bit numbers: row n of the 16 at `at` is column n.
-__device__ inline Four columns(u32 at, u32 pitch, u32 lane) {
-    return square(at + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 16);
 }
 
 // 8 tokens' 16 channels, as products give them, transposed: of a token, which is lane / 4, four channels to write.
@@ -121,77 +163,129 @@ __device__ inline Two written(u32 low, u32 high, u32 lane) {
     return is_odd ? Two{{other, high}} : Two{{low, other}};
 }
 
+// Weigh a chunk's keys by what is left of them at its end.
+__device__ inline void weigh(u32 own, u32 to, float last) {
+#pragma unroll
+    for (int step = 0; step < CHUNK; step += LINES) {
+        int line = (thread() - HELPERS) / 8 + step;
+        float weight = exponential(less(last, number(get(own + OWN_SUMS + line * 4))));
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 at = half * TILE + in_tile(line - step, thread() % 8) + step * 128;
+            Four key = get4(own + at);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                key.x[i] = pack(times(widened(key.x[i] & 0xffff), weight), times(widened(key.x[i] >> 16), weight));
+            put4(to + at, key);
+        }
+    }
+}
+
+// Write the results of the chunk at `begin`.
+__device__ inline void write_results(const Told& told, const Walk& walk, int begin, u32 from) {
+    int line = (thread() - HELPERS) / 8, part = thread() % 8;
+    i64 token = walk.token + begin - walk.computed + line;
+    u64 goal = (u64)(told.out + token * HEADS * SIZE + walk.channel + part * 8);
+#pragma unroll
+    for (int step = 0; step < CHUNK; step += LINES)
+#pragma unroll
+        for (int half = 0; half < GROUPS; ++half)
+            if (line + step < walk.end - begin && line + step >= walk.computed - begin)
+                write(goal + (step * HEADS * SIZE + half * 64) * 2, get4(from + (line + step) * PITCH + part * 16 + half * 128));
+}
+
+// Where the head's state behind `border` tokens is kept; -1: it is not.
+__device__ inline i64 state_at(const Told& told, const Walk& walk, int border) {
+    constexpr Form states{STATE_FORM};
+    int held;
+    u64 goal = place(walk.states, told.state_first, border / CHUNK - 1, 0, walk.head * SIZE, states, held);
+    return held > 0 ? (i64)goal : -1;
+}
+
+// Of eight keys, what the lane has of a state. goal: of its first key and channel.
+__device__ inline void write_keys(float* goal, int eight, const float (&state)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) goal[(eight * 8 + i % 2) * SIZE + i / 2 * 8] = state[i];
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __grid_constant__ Told told) {
-    wait_for_before();
-    constexpr Form states{STATE_FORM}, updates{UPDATE_FORM};
-    extern __shared__ __align__(128) unsigned char memory[];
+    constexpr Form updates{UPDATE_FORM};
+    extern __shared__ __align__(1024) unsigned char memory[];
     u32 base = (u32)__cvta_generic_to_shared(memory), warp = thread() / 32, lane = thread() % 32;
-    int row = block() / HEADS;
+    int row = *told.num_ahead + block() / (HEADS * PARTS);
+    bool is_row = row < told.num_rows;
+    if (!is_row) row = 0;
     Walk walk;
     walk.token = told.query_start[row], walk.end = told.seq_lens[row];
     walk.computed = walk.end - (told.query_start[row + 1] - walk.token);
-    if (walk.computed >= walk.end || walk.computed < 0 || walk.computed % CHUNK) return;  // nothing, padding, another's
-    walk.head = block() % HEADS, walk.key_head = walk.head / (HEADS / KEY_HEADS);
-    walk.first_block = walk.token / 16 + 2 * row;
+    if (!is_row || walk.computed >= walk.end || walk.computed < 0) {  // nothing, or padding
+        wait_for_before();  // or the kernel behind would begin before what is ahead has ended
+        return;
+    }
+    walk.channel = block() % (HEADS * PARTS) * CHANNELS;
+    walk.head = walk.channel / SIZE, walk.key_head = walk.head / (HEADS / KEY_HEADS);
+    walk.begin = walk.computed / CHUNK * CHUNK;
+    walk.first_block = walk.token / 16 + 2 * row - walk.computed / 16;
     walk.states = told.state_table + told.rows[row] * told.state_columns;
     walk.inputs = told.input_table + told.rows[row] * told.input_columns;
     int kept_from = max(walk.computed, (walk.end - 1) / CHUNK * CHUNK - CHUNK), held;
-    ask(told, walk, walk.computed, base);
-    u32 channel = warp * 16 + lane / 4;  // and that + 8
-    float state[16][4];
-    bool has_state = false;
-    u64 source = 0;
-    if (walk.computed > 0) {
-        source = place(walk.states, told.state_first, walk.computed / CHUNK - 1, 0, walk.head * SIZE, states, held);
-        has_state = held > 0;
-    }
+    bool is_group = !HELPERS || warp < 4, is_helper = !HELPERS || warp >= 4;
+    u32 first = walk.channel % SIZE + warp * 16, lane_first = lane % 4 * 2 * SIZE + first + lane / 4;
+    float state[16][4] = {};
+    i64 source = walk.begin > 0 ? state_at(told, walk, walk.begin) : -1;
+    if (is_group && source >= 0)
 #pragma unroll
-    for (int j = 0; j < 16; ++j)
+        for (int j = 0; j < 16; ++j)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            int key = j * 8 + lane % 4 * 2 + i % 2;
-            state[j][i] = has_state ? told.state[source + key * SIZE + channel + i / 2 * 8] : 0.0f;
-        }
+            for (int i = 0; i < 4; ++i)
+                state[j][i] = told.state[source + lane_first + (j * 8 + i % 2) * SIZE + i / 2 * 8];
+    wait_for_before();
+    if (is_helper && walk.begin < walk.computed) ask_open(told, walk, base);
+    else if (is_helper) ask(told, walk, walk.begin, base);
     keep(told, walk, kept_from);
-    for (int begin = walk.computed, turn = 0; begin < walk.end; begin += CHUNK, turn ^= 1) {
-        u32 own = base + turn * CHUNK_BYTES;
+    auto help = [&](int begin, u32 own, u32 next) {
+        if (walk.end - begin > CHUNK) ask(told, walk, begin + CHUNK, next);
+        if (begin > walk.begin) write_results(told, walk, begin - CHUNK, base + RESULTS);
+        weigh(own, base + WEIGHTED, number(get(own + OWN_SUMS + (min(walk.end - begin, CHUNK) - 1) * 4)));
+        seen_by_groups();
+    };
+    int begin = walk.begin;
+    for (int turn = 0; begin < walk.end; begin += CHUNK, turn ^= 1) {
+        u32 own = base + turn * CHUNK_BYTES, next = base + (turn ^ 1) * CHUNK_BYTES;
         int left = walk.end - begin;
         arrived<0>();
+        seen_by_groups();
         together();  // the chunk is there, and nobody is behind
-        if (left > CHUNK) ask(told, walk, begin + CHUNK, base + (turn ^ 1) * CHUNK_BYTES);
-        float last = number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4));
-        {
-            u32 line = thread() / 4;
-            float weight = exponential(less(last, number(get(own + OWN_SUMS + line * 4))));
-#pragma unroll
-            for (u32 part = thread() % 4; part < 16; part += 4) {
-                Four key = get4(own + line * PITCH + part * 16);
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    key.x[i] = pack(times(widened(key.x[i] & 0xffff), weight), times(widened(key.x[i] >> 16), weight));
-                put4(base + WEIGHTED + line * PITCH + part * 16, key);
-            }
+        if (!is_group) {
+            help(begin, own, next);
+            together();
+            continue;
         }
-        Four rounded[8];
+        Four rounded[8], update[4];
+        float begun[8][2];
 #pragma unroll
         for (int step = 0; step < 8; ++step)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 rounded[step].x[i] = pack(state[2 * step + i / 2][i % 2 * 2], state[2 * step + i / 2][i % 2 * 2 + 1]);
-        Four update[4];
+        float of_key[8][4] = {}, of_query[8][4] = {};
+        hold(rounded), hold(of_key), hold(of_query);
+        group_begin();
+#pragma unroll
+        for (int step = 0; step < 8; ++step) group_multiply(of_key, rounded[step], own + step / 4 * TILE + step % 4 * 32);
+        group_commit();
+#pragma unroll
+        for (int step = 0; step < 8; ++step)
+            group_multiply(of_query, rounded[step], own + QUERIES + step / 4 * TILE + step % 4 * 32);
+        group_commit();
+        i64 goal = begin > walk.begin ? state_at(told, walk, begin) : -1;
+        float* kept = told.state + goal + lane_first;
+        if (is_helper) help(begin, own, next);
+        float decay = exponential(number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4)));
+        group_arrived<1>(of_key);
 #pragma unroll
         for (int block = 0; block < 4; ++block) {
-            float of_key[2][4] = {}, of_query[2][4] = {}, of_m[2][4] = {};
-#pragma unroll
-            for (int step = 0; step < 8; ++step) {
-                Four key = columns(own + block * 16 * PITCH + step * 32, PITCH, lane);
-                Four query = columns(own + QUERIES + block * 16 * PITCH + step * 32, PITCH, lane);
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    multiply(of_key[half], rounded[step], Two{{key.x[2 * half], key.x[2 * half + 1]}});
-                    multiply(of_query[half], rounded[step], Two{{query.x[2 * half], query.x[2 * half + 1]}});
-                }
-            }
+            float of_m[2][4] = {};
 #pragma unroll
             for (int other = 0; other < block; ++other) {
                 Four m = columns(own + OWN_M + block * 16 * M_PITCH + other * 32, M_PITCH, lane);
@@ -207,13 +301,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
                 u32 at = (block * 16 + half * 8 + lane % 4 * 2) * 4;
                 Two sums = get2(own + OWN_SUMS + at), rates = get2(own + OWN_RATES + at);
 #pragma unroll
+                for (int i = 0; i < 2; ++i) begun[2 * block + half][i] = exponential(number(sums.x[i]));
+#pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    float begun = exponential(number(sums.x[i % 2]));
                     u32 word = values.x[2 * half + i / 2];
-                    float right = less(widened(i % 2 ? word >> 16 : word & 0xffff), times(begun, of_key[half][i]));
+                    float right = less(widened(i % 2 ? word >> 16 : word & 0xffff), times(begun[2 * block + half][i % 2], of_key[2 * block + half][i]));
                     float rest = less(times(number(rates.x[i % 2]), right), of_m[half][i]);
                     (i % 2 ? odd : even).x[half * 2 + i / 2] = bits_of(rest);
-                    of_query[half][i] = times(begun, of_query[half][i]);
                 }
             }
             float found[2][4] = {};
@@ -226,48 +320,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) update[block].x[i] = pack(found[i / 2][i % 2 * 2], found[i / 2][i % 2 * 2 + 1]);
+            if (begin + block * 16 + 16 <= walk.computed) update[block] = values;  // which is there
+            if (block == 1) group_arrived<0>(of_query);
 #pragma unroll
-            for (int other = 0; other <= block; ++other) {
-                Four f = columns(own + OWN_F + block * 16 * M_PITCH + other * 32, M_PITCH, lane);
+            for (int j = block > 1 ? 2 * block : 0; j < (block > 0 ? 2 * block + 2 : 0); ++j)
 #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    multiply(of_query[half], update[other], Two{{f.x[2 * half], f.x[2 * half + 1]}});
-            }
+                for (int i = 0; i < 4; ++i) of_query[j][i] = times(begun[j][i % 2], of_query[j][i]);
+            if (goal >= 0)  // of the chunk before: a few at a time, so that nothing waits behind them
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                int line = block * 16 + half * 8 + lane / 4;
-                u32 mine = warp * 16 + lane % 2 * 8 + lane % 4 / 2 * 4;
-                Two result = written(pack(of_query[half][0], of_query[half][1]), pack(of_query[half][2], of_query[half][3]), lane);
-                i64 token = walk.token + begin - walk.computed + line;
-                if (line < left) write2((u64)(told.out + (token * HEADS + walk.head) * SIZE + mine), result);
-                if (begin < kept_from) continue;
-                Two kept = written(update[block].x[2 * half], update[block].x[2 * half + 1], lane);
-                if (line >= left) continue;
-                u64 goal = place(walk.inputs, told.input_first, (begin + line) / BLOCK, (begin + line) % BLOCK, 0, updates, held);
-                if (held > 0) write2((u64)(told.update_kept + goal + walk.head * SIZE + mine), kept);
-            }
+                for (int j = 4 * block; j < 4 * block + 4; ++j) write_keys(kept, j, state[j]);
+#pragma unroll
+            for (int j = 4 * block; j < 4 * block + 4; ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) state[j][i] = times(decay, state[j][i]);
         }
-        together();  // weighted keys are there
-        float decay = exponential(last);
+        together();  // weighted keys are there, and results of the chunk before are written
+        hold(update), hold(of_query), hold(state);
+        group_begin();
 #pragma unroll
-        for (int j = 0; j < 16; ++j)
+        for (int step = 0; step < 4; ++step) group_multiply(of_query, update[step], own + OWN_F + step * 32);
+        group_commit();
 #pragma unroll
-            for (int i = 0; i < 4; ++i) state[j][i] = times(decay, state[j][i]);
+        for (int step = 0; step < 4; ++step) group_multiply_turned(state, update[step], base + WEIGHTED + step * 2048, TILE);
+        group_commit();
+        group_arrived<1>(of_query);
 #pragma unroll
-        for (int step = 0; step < 4; ++step)
+        for (int j = 0; j < 8; j += 2) {
+            u32 at = base + RESULTS + (j * 8 + lane / 16 * 8 + lane % 8) * PITCH + warp * 32 + lane / 8 % 2 * 16;
+            put_square_turned(at, Four{{pack(of_query[j][0], of_query[j][1]), pack(of_query[j][2], of_query[j][3]),
+                                        pack(of_query[j + 1][0], of_query[j + 1][1]), pack(of_query[j + 1][2], of_query[j + 1][3])}});
+        }
+        if (begin + CHUNK > kept_from)
 #pragma unroll
-            for (int pair = 0; pair < 8; ++pair) {
-                Four keys = square_turned(base + WEIGHTED + (step * 16 + lane % 16) * PITCH + pair * 32 + lane / 16 * 16);
-                multiply(state[2 * pair], update[step], Two{{keys.x[0], keys.x[1]}});
-                multiply(state[2 * pair + 1], update[step], Two{{keys.x[2], keys.x[3]}});
+            for (int j = 0; j < 8; ++j) {
+                int line = j * 8 + lane / 4, at = begin + min(line, left - 1);
+                Two own_update = written(update[j / 2].x[j % 2 * 2], update[j / 2].x[j % 2 * 2 + 1], lane);
+                u64 where = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, updates, held);
+                u64 mine = where + walk.head * SIZE + first + lane % 2 * 8 + lane % 4 / 2 * 4;
+                if (held > 0 && line < left && at >= kept_from) write2((u64)(told.update_kept + mine), own_update);
             }
-        if (left < CHUNK) continue;
-        u64 goal = place(walk.states, told.state_first, begin / CHUNK, 0, walk.head * SIZE, states, held);
-        if (held <= 0) continue;
-#pragma unroll
-        for (int j = 0; j < 16; ++j)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                told.state[goal + (j * 8 + lane % 4 * 2 + i % 2) * SIZE + channel + i / 2 * 8] = state[j][i];
+        group_arrived<0>(state);
     }
+    together();
+    if (is_helper) write_results(told, walk, begin - CHUNK, base + RESULTS);
+    i64 goal = walk.end % CHUNK || !is_group ? -1 : state_at(told, walk, walk.end);
+    float* kept = told.state + goal + lane_first;
+    if (goal >= 0)
+#pragma unroll
+        for (int j = 0; j < 16; ++j) write_keys(kept, j, state[j]);
 }

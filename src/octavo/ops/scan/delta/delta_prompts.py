@@ -1,7 +1,8 @@
-"""The gated delta rule over prompts from a border on, on Hopper GPUs: chunks walked by CUDA C++.
+"""The gated delta rule over prompts, on Hopper GPUs: chunks walked by CUDA C++.
 
 Owns its launch; `delta_prompts.cu` does the work. It is not Triton's, because transposed products follow one another in
-a warp's registers, where Triton turns operands in shared memory between them. Invariant: the bits are `delta_walk`'s.
+a warp's registers, where Triton turns operands in shared memory between them. Invariant: the bits are those of
+`delta_walk` and `delta_scan`.
 """
 
 from __future__ import annotations
@@ -13,29 +14,49 @@ import torch
 from octavo.ops.scan.delta import loading
 
 serves, macros = loading.serves, loading.macros
-SHARED = 2 * (3 * 64 * 272 + 2 * 64 * 144 + 64 * 96 + 512) + 64 * 272
+THREADS = 256
 
 
 class Told(ctypes.Structure):
     """What a launch is told, as delta_prompts.cu has it."""
 
     _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("query", "key", "value", "total", "rate", "before", "factor", "inverse")
-        ),
-        *((name, ctypes.c_void_p) for name in ("out", "rows", "query_start", "seq_lens", "state_table", "input_table")),
-        *((name, ctypes.c_void_p) for name in ("state", "key_kept", "value_kept", "update_kept")),
+        *((name, ctypes.c_void_p) for name in ("query", "key", "value", "total", "rate", "before", "factor")),
+        *((name, ctypes.c_void_p) for name in ("inverse", "out", "rows", "query_start", "seq_lens", "num_ahead")),
+        *((name, ctypes.c_void_p) for name in ("state_table", "input_table", "state", "key_kept", "value_kept")),
+        *((name, ctypes.c_void_p) for name in ("update_kept", "total_kept", "rate_kept")),
         ("value_row", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("state_columns", "input_columns", "state_first", "input_first")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("state_columns", "input_columns", "state_first", "input_first", "num_rows")
+        ),
     ]
 
 
+def groups_of(num_heads: int, processors: int) -> int:
+    """Warp groups of a block, of 64 channels of a head each: one, with four warps to help it, if all then run at once.
+
+    num_heads: of all rows.
+    """
+    return 1 if 2 * num_heads <= processors else 2
+
+
+def shared_bytes(groups: int) -> int:
+    """Of a block: two chunks' operands, and weighted keys and results of one."""
+    pitch = 128 * groups + 16
+    chunk = 5 * 64 * 128 + 64 * (pitch + 144 + 96) + 512
+    return 2 * (-(-chunk // 1024) * 1024) + 2 * 64 * 128 + 64 * pitch
+
+
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
-    """Whether the kernel is there: see `loading`."""
-    return loading.is_found("delta_prompts", SHARED, own, device)
+    """Whether the kernel is there, for both numbers of groups: see `loading`."""
+    found = [loading.is_found("delta_prompts", shared_bytes(n), {**own, "GROUPS": n}, device) for n in (1, 2)]
+    return all(found)
 
 
 def launch(told: Told, num_rows: int, own: dict[str, int | str], device: torch.device) -> None:
     """Run it. Ask `is_loaded` first."""
-    loading.run("delta_prompts", told, num_rows * int(own["HEADS"]), 256, SHARED, own, device)
+    num_heads = num_rows * int(own["HEADS"])
+    groups = groups_of(num_heads, loading.processors(device))
+    blocks, shared = num_heads * 2 // groups, shared_bytes(groups)
+    loading.run("delta_prompts", told, blocks, THREADS, shared, {**own, "GROUPS": groups}, device)

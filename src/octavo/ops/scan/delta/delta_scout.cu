@@ -1,17 +1,10 @@
 // What the scout of a block of delta_step.cu does, ahead of it in one text: finds where things lie, brings and norms what
 // others share, and makes T. See there for tasks and steps.
 
-// Constants of a tensor that is kept: see `octavo.ops.scan.kept.Form`.
-struct Form {
-    i64 block, part, line;
-    int lines, of_item, runs, parts, blocks;
-};
-#define CHUNK 64
-#define SIZE 128  // of a head's keys, and of its values
 #define WARPS (4 * PER)  // that compute
 #define THREADS (32 * WARPS + 32)
-#if DEPTH > 9
-#error "a step of the task ahead is one of its states"
+#if DEPTH > 4
+#error "what is asked for of the task ahead comes with its updates at the earliest, and is of its states"
 #endif
 #define SLOT 2048
 #define ROUND 11  // steps of a task: eight of 16 rows of the state, two of 32 tokens' updates, one of values
@@ -22,7 +15,7 @@ struct Told {
     u16* out;
     const i64* rows;
     const int *query_start, *seq_lens, *state_table, *input_table;
-    const float* state;
+    float* state;
     u16 *key_kept, *value_kept, *update_kept;
     float *total_kept, *rate_kept;
     i64 qkv_row, a_row, b_row;
@@ -32,7 +25,7 @@ struct Told {
 
 // In shared memory, of a block: rings; what the scout brings of two tasks: the chunk's keys, the query, of each head the
 // chunk's sums and the rates of the token's block of 16; what warps make of one task: of each head M, the factors of o,
-// T's row, and the triangle; where three tasks' things lie.
+// T's row, and the triangle; where two tasks' things lie.
 #define PITCH 272
 #define QUERY (CHUNK * PITCH)
 #define SUMS (QUERY + 256)
@@ -58,7 +51,7 @@ struct Told {
 struct Row {
     int token, next, end;
     i64 table_row;
-    __device__ bool is_there() const { return next > token; }
+    __device__ bool is_there() const { return next == token + 1; }  // else it is padding, or another kernel's
     __device__ int last() const { return is_there() ? end - 1 : 0; }
 };
 
@@ -146,38 +139,6 @@ __device__ inline void find(const Told& told, int task, u32 places, u32 lane) {
 #pragma unroll
     for (int turn = 0; turn < 3; ++turn)
         if (turn * 32 + lane < 88) tell(turn * 32 + lane, places, told, row, sought[turn], held[turn]);
-}
-
-// log(1 + e^x); see `octavo.ops.scan.gates_gpu.softplus`.
-__device__ inline float softplus(float x) {
-    float y = exponential(less(0.0f, x < 0.0f ? -x : x)), s = over(y, plus(y, 2.0f)), square = times(s, s);
-    float p = plus(times(square, (float)(1.0 / 17.0)), (float)(1.0 / 15.0));
-    p = plus(times(p, square), (float)(1.0 / 13.0));
-    p = plus(times(p, square), (float)(1.0 / 11.0));
-    p = plus(times(p, square), (float)(1.0 / 9.0));
-    p = plus(times(p, square), (float)(1.0 / 7.0));
-    p = plus(times(p, square), (float)(1.0 / 5.0));
-    p = plus(times(p, square), (float)(1.0 / 3.0));
-    return plus(x > 0.0f ? x : 0.0f, times(plus(times(p, square), 1.0f), plus(s, s)));
-}
-
-// Eight channels of the token's query (lanes 0 to 15) or key, of norm 1; see `octavo.ops.compile.row_sum.row_sums`.
-__device__ inline Four normed(const Four& given, float scale, u32 lane) {
-    float x[8], sum[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        x[i] = widened(i % 2 ? given.x[i / 2] >> 16 : given.x[i / 2] & 0xffff);
-        sum[i] = times(x[i], x[i]);
-    }
-    float total = plus(plus(plus(sum[0], sum[1]), plus(sum[2], sum[3])), plus(plus(sum[4], sum[5]), plus(sum[6], sum[7])));
-#pragma unroll
-    for (u32 apart = 8; apart > 0; apart /= 2) total = plus(total, number(from_lane(bits_of(total), lane ^ apart)));
-    float factor = over_exact(1.0f, root(plus(total, 1e-6f)));
-    if (lane < 16) factor = times(factor, scale);
-    Four found;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) found.x[i] = pack(times(x[2 * i], factor), times(x[2 * i + 1], factor));
-    return found;
 }
 
 // Bring what all warps share of a task, and keep what the token brings to it: its key, sums and rates.

@@ -1,4 +1,4 @@
-// The gated delta rule where rows decode, in one kernel. Told of and launched by delta_step.py.
+// The gated delta rule where rows decode, in one kernel, with the states behind chunks that end. Told of and launched by delta_step.py.
 //
 // A task is a row and a head of its keys, with those of the values that share it. Of a block's warps the last one, the
 // scout, finds where a task's things lie, brings keys and gates, norms the token's query and key and sums its gates: a
@@ -8,7 +8,7 @@
 // the L2 is asked for whole lines; lines lie in a step by exclusive or, and no two lanes meet in a bank, of those that
 // read, four rows at once, nor of those that copy. Column n of the product j of four is channel 4 n + j.
 //
-// Invariant: the operations on a head are those of `delta_ready` and `delta_decode`, in the same order; where those
+// Invariant: the operations on a head are those of `delta_ready`, `delta_decode` and `delta_advance`, in the same order; where those
 // multiply by zeros, they are left out.
 
 // What a warp asks for of a task.
@@ -137,13 +137,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
     if (warp == WARPS) {
         find(told, task, base + PLACES_AT, lane);
         together();
-        find(told, task + by, base + PLACES_AT + PLACES_BYTES, lane);
         wait_for_before();
         bring(told, task, base + BROUGHT_AT, lane);
         for (int round = 0; task < tasks; ++round, task += by) {
             together();
-            int here = (int)(get(base + PLACES_AT + round % 3 * PLACES_BYTES + LAST) % 16);
-            find(told, task + 2 * by, base + PLACES_AT + (round + 2) % 3 * PLACES_BYTES, lane);
+            int here = (int)(get(base + PLACES_AT + round % 2 * PLACES_BYTES + LAST) % 16);
+            find(told, task + by, base + PLACES_AT + (round + 1) % 2 * PLACES_BYTES, lane);
             some_together(1, THREADS);  // triangles are there
             for (int head = lane / 16; head < PER; head += 2) invert(head, made, here, lane);
             warp_together();
@@ -156,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
     together();
     u32 own_head = warp / 4, of_head = made + own_head * MADE_BYTES;
     u32 channels = ((task % KEY_HEADS * PER + own_head) * SIZE + warp % 4 * 32) * 2;
-    Ahead now = ahead_of(told, task, base + PLACES_AT, warp, lane), then;
+    Ahead now = ahead_of(told, task, base + PLACES_AT, warp, lane), then{};
 #pragma unroll
     for (int step = 0; step < DEPTH - 1; ++step) ask(step, ring + step * SLOT, told, now, channels, 0, lane);
     wait_for_before();
@@ -164,10 +163,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
     u32 state_at = lane % 4 * 256 + (lane / 4 ^ lane % 4 * 2) * 16;
     u32 update_at = lane % 4 * 128 + (lane / 8 ^ lane % 4 * 2) * 16 + lane / 4 % 2 * 8;
     for (int round = 0; task < tasks; ++round, task += by) {
-        together();  // what the scout brings of this task is there, and where all of the next lies; nobody is behind
+        together();  // what the scout brings of this task is there; nobody is behind
         u32 brought = base + BROUGHT_AT + round % 2 * BROUGHT_BYTES;
         u32 next_channels = (((task + by) % KEY_HEADS * PER + own_head) * SIZE + warp % 4 * 32) * 2;
-        then = ahead_of(told, task + by, base + PLACES_AT + (round + 1) % 3 * PLACES_BYTES, warp, lane);
         int last = (int)(get(now.places + LAST) % CHUNK), here = last % 16, blocks = last / 16;
         for (int tile = warp; tile < 2 * blocks + 2; tile += WARPS) compare(tile, brought, made, last, lane);
         tell_some(1, THREADS);
@@ -207,7 +205,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
         for (int j = 0; j < 4; ++j)
 #pragma unroll
             for (int i = 0; i < 4; ++i) of_query[j][i] = times(own_begun, of_query[j][i]);
-        some_together(2, THREADS);  // T is there, and all that others made
+        some_together(2, THREADS);  // T is there, all that others made, and where all of the next task lies
+        then = ahead_of(told, task + by, base + PLACES_AT + (round + 1) % 2 * PLACES_BYTES, warp, lane);
 #pragma unroll
         for (int step = 8; step < 10; ++step) {
             NEXT(step)
@@ -302,6 +301,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
         if ((int)lane / 4 == here % 8 && goal) {
             if (here < 8) write(goal + mine, value[0]);
             else write(goal + mine, value[1]);
+        }
+        if (last == CHUNK - 1) {
+            warp_together();  // the update is there
+            advance(told, task, now.places, brought, channels, lane);
         }
         now = then;
         channels = next_channels;

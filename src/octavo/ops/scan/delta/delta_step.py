@@ -8,7 +8,6 @@ waits. Invariant: the bits are `delta_decode`'s.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -43,10 +42,10 @@ def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype
 
 
 def shared_bytes(own: dict[str, int | str]) -> int:
-    """Of a block: rings, what warps share of two tasks, and where three tasks' things lie."""
+    """Of a block: rings, what warps share of two tasks, and where two tasks' things lie."""
     per, depth = int(own["PER"]), int(own["DEPTH"])
     brought, made = 64 * 272 + 256 + per * 320, per * (16 * 144 + 128 + 64 + 1040)
-    return 4 * per * depth * _SLOT + 2 * brought + made + 3 * _PLACES
+    return 4 * per * depth * _SLOT + 2 * brought + made + 2 * _PLACES
 
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
@@ -56,10 +55,5 @@ def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
 
 def launch(told: Told, own: dict[str, int | str], device: torch.device) -> None:
     """Run it; it may begin before the kernel ahead has ended. Ask `is_loaded` first."""
-    blocks = min(told.num_rows * int(own["KEY_HEADS"]), int(own["RESIDENT"]) * _processors(device))
+    blocks = min(told.num_rows * int(own["KEY_HEADS"]), int(own["RESIDENT"]) * loading.processors(device))
     loading.run("delta_step", told, blocks, 128 * int(own["PER"]) + 32, shared_bytes(own), own, device)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

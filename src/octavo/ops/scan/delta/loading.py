@@ -65,7 +65,7 @@ def source(kernel: str) -> str:
 
 def own_source(kernel: str) -> str:
     """Of this folder."""
-    names = ("delta_scout", "delta_step") if kernel == "delta_step" else (kernel,)
+    names = "delta_token", *(("delta_scout", "delta_border") if kernel == "delta_step" else ()), kernel
     return "".join(Path(__file__).with_name(f"{each}.cu").read_text(encoding="utf-8") for each in names)
 
 
@@ -104,3 +104,9 @@ def run(
         params = (ctypes.c_void_p * 1)(ctypes.addressof(told))
         stream = triton.runtime.driver.active.get_current_stream(device.index)
         driver.launch_chained(function, blocks, 1, threads, shared, stream, params)
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -175,7 +175,7 @@ def advanced(state, k, u, sums, PRECISION: tl.constexpr):
     return tl.exp(last) * state + tl.dot(tl.trans(weighted), u, input_precision=PRECISION)
 
 
-@launched(triton.jit(do_not_specialize=PLACES))
+@launched(triton.jit(do_not_specialize=["num_rows", *PLACES]))
 def delta_scan(
     query,  # [T, KEY_HEADS, KEY_SIZE], normed; key too
     key,
@@ -190,6 +190,8 @@ def delta_scan(
     rows,
     query_start,
     seq_lens,
+    num_ahead,
+    num_rows,
     state_table,
     state_columns,
     input_table,
@@ -220,14 +222,14 @@ def delta_scan(
     ADVANCE: tl.constexpr,
     WALKED: tl.constexpr,
 ):
-    """One row of the step, one head, TILE channels of the values; a block of 16 tokens at a time.
+    """One row behind the first `num_ahead`, one head, TILE channels of the values; a block of 16 tokens at a time.
 
     ADVANCE: write states, too; without, every row has one token. WALKED: rows that begin at a border are another's.
     """
-    row, tiles = tl.program_id(1), tl.cdiv(VALUE_SIZE, TILE)
-    head = tl.program_id(0) // tiles
-    token, end = tl.load(query_start + row), tl.load(seq_lens + row)
-    computed = end - (tl.load(query_start + row + 1) - token)
+    row, tiles = tl.program_id(1) + tl.load(num_ahead), tl.cdiv(VALUE_SIZE, TILE)
+    is_row, head = row < num_rows, tl.program_id(0) // tiles
+    token, end = tl.load(query_start + row, mask=is_row, other=0), tl.load(seq_lens + row, mask=is_row, other=0)
+    computed = end - (tl.load(query_start + row + 1, mask=is_row, other=0) - token)
     if (computed >= end) | (computed < 0) | (WALKED & (computed % CHUNK == 0)):  # nothing, padding, or another's
         return
     table_row = tl.load(rows + row)
@@ -236,9 +238,8 @@ def delta_scan(
     key_head = head // (HEADS // KEY_HEADS)
     keeps_key = (tl.program_id(0) % tiles == 0) & (head % (HEADS // KEY_HEADS) == 0)  # the first of those that share it
     channel = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
-    inside = channel < VALUE_SIZE
     width, here, place = tl.arange(0, KEY_PADDED), tl.arange(0, 16), tl.arange(0, CHUNK)
-    within = width < KEY_SIZE
+    inside, within = channel < VALUE_SIZE, width < KEY_SIZE
     keys = (key, KEY_HEADS * KEY_SIZE, key_head * KEY_SIZE, key_kept)
     values = (value, value_row, head * VALUE_SIZE, value_kept)
     updates = (out, HEADS * VALUE_SIZE, head * VALUE_SIZE, update_kept)
@@ -253,10 +254,9 @@ def delta_scan(
     slot = (token // 16 + 2 * row if ADVANCE else row) - computed // 16
     of_known = (of_row[0], input_first, token, known, known, BLOCK)
     u_all = tokens(updates, of_known, border, place, head, channel, inside, UPDATE_FORM, VALUE_SIZE).to(kind)
-    start = computed // 16 * 16
-    count = tl.cdiv(end - start, 16) if ADVANCE else 1  # no loop: all is asked for before anything is waited for
+    count = tl.cdiv(end - known, 16) if ADVANCE else 1  # no loop: all is asked for before anything is waited for
     for index in tl.range(0, count, disable_licm=True):  # what moved out of it would spill
-        begin = start + index * 16
+        begin = known + index * 16
         at = begin + here
         k = tokens(keys, of_row, begin, here, key_head, width, within, KEY_FORM, KEY_SIZE)
         v = tokens(values, of_row, begin, here, head, channel, inside, VALUE_FORM, VALUE_SIZE)
@@ -331,12 +331,12 @@ def delta_advance(
     TOTAL_FORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Every PARTS-th head of GROUP rows that decoded one token: of those that end a chunk, the state behind it."""
+    """Every PARTS-th head of GROUP rows, of those of one token: of those that end a chunk, the state behind it."""
     wait_before(PDL)
     tiles, group = tl.cdiv(VALUE_SIZE, TILE), tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     is_row = group < num_rows
     began = tl.load(query_start + group, mask=is_row, other=0)
-    is_row = is_row & (tl.load(query_start + group + 1, mask=is_row, other=0) > began)
+    is_row = is_row & (tl.load(query_start + group + 1, mask=is_row, other=0) == began + 1)
     is_asked = is_row & (tl.load(seq_lens + group, mask=is_row, other=1) % CHUNK == 0)
     rank = tl.cumsum(is_asked.to(tl.int32), 0)
     width, place = tl.arange(0, KEY_PADDED), tl.arange(0, CHUNK)

@@ -159,7 +159,7 @@ def _updates(right, m, t, left, kind: tl.constexpr, LINES: tl.constexpr, PRECISI
     return _one(u0, u1, u2, u3)
 
 
-@launched(triton.jit(do_not_specialize=PLACES))
+@launched(triton.jit(do_not_specialize=["num_rows", *PLACES]))
 def delta_walk(
     query,  # [T, KEY_HEADS, KEY_SIZE], normed; key too
     key,
@@ -174,6 +174,8 @@ def delta_walk(
     rows,
     query_start,
     seq_lens,
+    num_ahead,
+    num_rows,
     state_table,
     state_columns,
     input_table,
@@ -199,10 +201,12 @@ def delta_walk(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One row whose step begins at a border, one head and TILE channels of its values."""
+    """One row behind the first `num_ahead` whose step begins at a border, one head and TILE channels of its values."""
     tl.static_assert(CHUNK == 64, "a chunk has four blocks")
-    row, tiles, per = tl.program_id(1), tl.cdiv(VALUE_SIZE, TILE), HEADS // KEY_HEADS
+    row, tiles, per = tl.program_id(1) + tl.load(num_ahead), tl.cdiv(VALUE_SIZE, TILE), HEADS // KEY_HEADS
     head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    if row >= num_rows:
+        return
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
     computed = end - (tl.load(query_start + row + 1) - token)
     if (computed >= end) | (computed < 0) | (computed % CHUNK > 0):  # nothing, padding, or begun within a chunk
