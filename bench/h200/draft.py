@@ -1,0 +1,394 @@
+"""What a draft of an EAGLE-3-shaped drafter takes beside 0.6b, one row: its eight kernels, and both ends of it joined.
+
+    python bench/h200/draft.py [--length 300] [--windows]
+
+Four passes as behind a step of one row, in one CUDA graph, behind copies that leave none of their weights in the L2.
+First bits: drafts, the state and the cache of joined ends against the kernels one by one, over many tokens, rows and
+temperatures. Then microseconds a draft, by turns, behind the copies (as an engine's steps) and one pass behind another;
+other tiles of the entry; and each kernel's microseconds, by the profiler, from the end of what began before it beside
+what its bytes need. --windows: with shares of the weights kept in the L2 by access windows of a graph's nodes. Some
+40 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from octavo.bench import gpu_profile
+from octavo.ops.attention import rope_decode
+from octavo.ops.attention.mask_spec import MaskSpec
+from octavo.ops.attention.paged_plan import Heads, Planner, Scratch
+from octavo.ops.compile import driver
+from octavo.ops.decoder import PostOperands, post_attention
+from octavo.ops.embedding import beside_gemv
+from octavo.ops.embedding.beside import embed_beside, project_beside
+from octavo.ops.gemm import LinearWeight, pack_linear
+from octavo.ops.gemm.fused import linear_of_few
+from octavo.ops.inputs.tensors import RowTensors
+from octavo.ops.rope import Rotation, rope_table
+from octavo.ops.sampling import drafts_head
+from octavo.ops.sampling.drafts import DraftRows, draw_drafts_of
+
+BF16, CUDA, BLOCK, EPS = torch.bfloat16, torch.device("cuda"), 64, 1e-6
+SIZE, INNER, HEADS, PLACES, VOCAB = 1024, 3072, Heads(16, 8, 128), 32000, 151936
+MASK = MaskSpec(scale=128**-0.5)
+COPY = 4.3e12  # bytes a second, read and written, that a copy moves
+_PROFILED, _FLUSHED = 8, 256 << 20
+_WINDOW, _PERSISTING, _STREAMING, _PERSISTING_LIMIT, _MAX_PERSISTING, _L2_BYTES = 1, 2, 1, 6, 108, 38
+
+
+class Drafter:
+    """A head's weights."""
+
+    def __init__(self) -> None:
+        """Random ones."""
+        torch.manual_seed(0)
+        q, kv = HEADS.num_heads * HEADS.size, HEADS.num_kv_heads * HEADS.size
+
+        def weight(n: int, k: int) -> LinearWeight:
+            return pack_linear(torch.randn(n, k, dtype=BF16, device=CUDA) * k**-0.5)
+
+        def norm() -> Tensor:
+            return torch.rand(SIZE, device=CUDA) + 0.5
+
+        self.table = torch.randn(VOCAB, SIZE, dtype=BF16, device=CUDA)
+        self.norms, self.last = (norm(), norm()), norm()
+        self.qkv, self.head = weight(q + 2 * kv, 2 * SIZE), weight(PLACES, SIZE)
+        self.end = PostOperands(
+            eps=EPS,
+            output=weight(SIZE, q),
+            output_bias=None,
+            attention_norm=None,
+            mlp_norm=norm(),
+            gate_up=weight(2 * INNER, SIZE),
+            down=weight(SIZE, INNER),
+            activation="silu",
+            mlp_out_norm=None,
+        )
+        self.target_ids = torch.randperm(VOCAB, device=CUDA)[:PLACES].sort().values
+        self.cos_sin = rope_table(HEADS.size, 4096).to(CUDA)
+
+    def weights(self) -> dict[str, Tensor]:
+        """By name."""
+        end = self.end
+        assert end.gate_up is not None and end.down is not None
+        of_end = {"output": end.output.storage, "gate_up": end.gate_up.storage, "down": end.down.storage}
+        return {"qkv": self.qkv.storage, **of_end, "head": self.head.storage}
+
+
+class Passes:
+    """So many passes of a row behind its first `length` tokens."""
+
+    def __init__(self, drafter: Drafter, length: int, count: int) -> None:
+        """The row's tensors."""
+        ints: dict[str, Any] = {"dtype": torch.int32, "device": CUDA}
+        self.drafter, self.count, last = drafter, count, length + count
+        columns = -(-last // BLOCK)
+        self.block_table = torch.arange(1, 1 + columns, **ints)[None]
+        self.query_start = torch.arange(2, **ints)
+        self.seq_lens = [torch.tensor([length + i + 1], **ints) for i in range(count)]
+        self.positions = [torch.tensor([length + i], device=CUDA) for i in range(count)]
+        self.slots = [BLOCK + position for position in self.positions]  # blocks follow each other from 1 on
+        shape = (1 + columns, HEADS.num_kv_heads, BLOCK, 2 * HEADS.size)
+        generator = torch.Generator(CUDA).manual_seed(length)
+        self.kv = torch.randn(shape, device=CUDA, generator=generator).to(BF16)
+        self.token = torch.tensor([17], device=CUDA)
+        self.state = torch.randn(1, SIZE, device=CUDA, generator=generator).to(BF16)
+        self.temperatures = torch.tensor([0.0, 0.8], device=CUDA)
+        self.seeds = torch.tensor([3, 4], device=CUDA)
+        token_ids, total = torch.zeros(2, 4096, **ints), torch.full((2,), length + 1, **ints)
+        self.rows = torch.tensor([1], device=CUDA)
+        self.table, self.live = RowTensors(token_ids, total, total), (torch.zeros(1, **ints), torch.ones(1, **ints))
+        self.planner = Planner(HEADS, MASK, BF16, CUDA, Scratch(CUDA))
+
+    def run(self) -> tuple[list[Tensor], Tensor]:
+        """(drafts, the last state)."""
+        own, drafts = self.drafter, []
+        token, state = self.token, self.state
+        for place in range(self.count):
+            plan = self.planner.plan(
+                self.query_start,
+                self.seq_lens[place],
+                num_tokens=1,
+                max_query_len=1,
+                max_seq_len=4096,
+                for_capture=True,
+            )
+            sides = token, own.table, 1.0, state, own.norms, EPS
+            if place:
+                projected, stream = project_beside(*sides, own.qkv, None, normed=False, behind_draw=True)
+            else:
+                both, stream = embed_beside(*sides, normed=False)
+                projected = linear_of_few(both, own.qkv)
+            rotation = Rotation(
+                positions=self.positions[place],
+                cos_sin=own.cos_sin,
+                q_norm=None,
+                k_norm=None,
+                eps=EPS,
+                slot_mapping=self.slots[place],
+            )
+            out = projected.new_empty(1, HEADS.num_heads, HEADS.size)
+            of_row = self.query_start, self.seq_lens[place], self.block_table
+            given: dict[str, Any] = {"mask_spec": MASK, "plan": plan, "scratch": self.planner._scratch}
+            rope_decode.fused_rope_decode(projected, rotation, self.kv, *of_row, out, **given)
+            x, residual = post_attention(own.end, out.flatten(1), stream)
+            state = x if residual is None else x + residual
+            rows = DraftRows(
+                self.rows, self.live, self.table, place, self.temperatures, self.seeds, 1.0, vocab_size=VOCAB
+            )
+            token = draw_drafts_of(state, own.last, EPS, own.head, own.target_ids, rows)
+            drafts.append(token)
+        return drafts, state
+
+
+@contextlib.contextmanager
+def _ends(entry: bool, head: bool, tile: tuple[int, int] | None = None) -> Iterator[None]:
+    """With these ends joined; tile: warps and stages of the entry."""
+    with contextlib.ExitStack() as stack:
+        for module, joined in ((beside_gemv, entry), (drafts_head, head)):
+            if not joined:
+                stack.enter_context(mock.patch.object(module, "serves", lambda *args: False))
+        if tile is not None:
+            stack.enter_context(mock.patch.object(beside_gemv, "tile_for", lambda *shape: beside_gemv.Tile(*tile)))
+        yield
+
+
+def _captured(run: Callable[[], Any], *, keep: bool = False) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """(a graph, not yet instantiated if `keep`; what it leaves)."""
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    return graph, result
+
+
+def _least(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of a replay, the least of 40."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(41)]
+    for event in events:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return 1000 * min(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+
+
+def _check_bits(drafter: Drafter) -> None:
+    """Joined ends in graphs, replayed over other tokens, states and temperatures, against separate kernels."""
+    wrong, tried, different = 0, 0, set()
+    for length in (300, 255, 1030):
+        ours, theirs = Passes(drafter, length, 4), Passes(drafter, length, 4)
+        graphs = []
+        for passes, joined in ((ours, True), (theirs, False)):
+            with _ends(joined, joined):
+                graphs.append(_captured(passes.run))
+        for trial in range(60):
+            state = torch.randn(1, SIZE, device=CUDA).to(BF16)
+            for passes in (ours, theirs):
+                passes.token.fill_((trial * 7919 + 5) % VOCAB)
+                passes.state.copy_(state)
+                passes.seeds.fill_(trial)
+                passes.temperatures[1] = 0.0 if trial % 3 == 0 else 0.3 + 0.1 * (trial % 7)
+            for graph, _ in graphs:
+                graph.replay()
+            torch.cuda.synchronize()
+            (drafts, last), (expected, expected_last) = graphs[0][1], graphs[1][1]
+            same = torch.equal(torch.cat(drafts), torch.cat(expected)) and torch.equal(last, expected_last)
+            same &= torch.equal(ours.table.token_ids, theirs.table.token_ids) and torch.equal(ours.kv, theirs.kv)
+            wrong, tried = wrong + (not same), tried + 1
+            different.add(tuple(torch.cat(drafts).tolist()))
+    print(f"bits: {wrong} of {tried} runs of four drafts DIFFER; {len(different)} different drafts", flush=True)
+
+
+class Timer:
+    """Graphs of passes behind copies, and of copies alone."""
+
+    def __init__(self, drafter: Drafter, length: int) -> None:
+        """Memory to be copied."""
+        self.drafter, self.length = drafter, length
+        self.source, self.target = (torch.zeros(_FLUSHED, dtype=torch.uint8, device=CUDA) for _ in range(2))
+        self.alone, _ = _captured(lambda: self.target.copy_(self.source))
+
+    def graphs(self, change: Callable[[torch.cuda.CUDAGraph], None] | None = None) -> list[torch.cuda.CUDAGraph]:
+        """[four passes behind a copy, twelve by themselves], their nodes changed."""
+        found = []
+        for count, is_behind in ((4, True), (12, False)):
+            passes = Passes(self.drafter, self.length, count)
+
+            def run(passes: Passes = passes, is_behind: bool = is_behind) -> Any:
+                if is_behind:
+                    self.target.copy_(self.source)
+                return passes, passes.run()
+
+            graph, held = _captured(run, keep=change is not None)
+            if change is not None:
+                change(graph)
+                graph.instantiate()
+            found.append(graph)
+            self.__dict__.setdefault("held", []).append(held)
+        return found
+
+    def time(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> tuple[float, float]:
+        """Microseconds of a draft (behind copies, one behind another)."""
+        return (_least(graphs[0]) - _least(self.alone)) / 4, _least(graphs[1]) / 12
+
+
+def _time_all(timer: Timer, kinds: dict[str, Any]) -> None:
+    """By turns."""
+    graphs, times = {}, {}
+    for name, (entry, head, tile) in kinds.items():
+        with _ends(entry, head, tile):
+            graphs[name] = timer.graphs()
+    for _ in range(3):
+        for name, own in graphs.items():
+            times.setdefault(name, []).append(timer.time(own))
+    print("us a draft                     behind copies   in a row", flush=True)
+    for name, own in times.items():
+        print(f"  {name:28s} {min(a for a, _ in own):8.2f} {min(b for _, b in own):10.2f}", flush=True)
+
+
+def _profile(drafter: Drafter, length: int, *joined: bool) -> None:
+    """Each kernel of the second to fourth pass, in the order in which they begin."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with _ends(*joined):
+        graph, _ = _captured(Passes(drafter, length, 4).run)
+    graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(_PROFILED):
+            graph.replay()
+        torch.cuda.synchronize()
+    launches = sorted(gpu_profile.launches(profiler), key=lambda launch: launch[1])
+    rows: list[tuple[str, float]] = []
+    latest = 0.0
+    for name, start, end in launches:
+        rows.append((name, max(end - max(start, latest), 0.0)))
+        latest = max(latest, end)
+    first, other = 8 - joined[1], 8 - joined[0] - joined[1]
+    each = first + 3 * other
+    assert len(rows) == each * _PROFILED, (len(rows), each)
+    print(f"kernels of a draft, entry {'joined' if joined[0] else 'apart'}, head {'joined' if joined[1] else 'apart'}")
+    for place in range(other):
+        of_place = [rows[run * each + first + p * other + place] for run in range(1, _PROFILED) for p in range(3)]
+        print(f"  {sum(us for _, us in of_place) / len(of_place):6.2f} us  {of_place[0][0][:60]}", flush=True)
+
+
+def _window(graph: torch.cuda.CUDAGraph, shares: dict[int, tuple[int, float]]) -> int:
+    """Let nodes that are given an address keep a share of the bytes behind it in the L2. How many were changed."""
+
+    class Window(ctypes.Structure):
+        _fields_ = [
+            ("base", ctypes.c_void_p),
+            ("num_bytes", ctypes.c_size_t),
+            ("share", ctypes.c_float),
+            ("hit", ctypes.c_int),
+            ("miss", ctypes.c_int),
+            ("rest", ctypes.c_byte * 36),
+        ]
+
+    raw, count, changed = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t(), 0
+    driver.call("cuGraphGetNodes", raw, None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * count.value)()
+    driver.call("cuGraphGetNodes", raw, nodes, ctypes.byref(count))
+    for handle in nodes:
+        node = ctypes.c_void_p(handle)
+        with contextlib.suppress(driver.DriverError):  # a copy
+            for _, value in driver._read(node).params:
+                if value in shares:
+                    num_bytes, share = shares[value]
+                    window = Window(value, num_bytes, share, _PERSISTING, _STREAMING)
+                    driver.call("cuGraphKernelNodeSetAttribute", node, _WINDOW, ctypes.byref(window))
+                    changed += 1
+    return changed
+
+
+def _time_windows(timer: Timer) -> None:
+    """Shares of weights that stay in the L2."""
+    device, found = ctypes.c_int(0), {}
+    for name, attribute in (("L2", _L2_BYTES), ("persisting", _MAX_PERSISTING)):
+        value = ctypes.c_int()
+        driver.call("cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
+        found[name] = value.value
+    print(f"  bytes of the L2 {found['L2']:,}, of which may persist {found['persisting']:,}", flush=True)
+    weights = timer.drafter.weights()
+    kinds: dict[str, dict[str, float]] = {
+        "none": {},
+        "head 0.2": {"head": 0.2},
+        "head 0.3": {"head": 0.3},
+        "head 0.4": {"head": 0.4},
+        "head 0.5": {"head": 0.5},
+        "layer": dict.fromkeys(("qkv", "output", "gate_up", "down"), 1.0),
+        "layer 0.6": dict.fromkeys(("qkv", "output", "gate_up", "down"), 0.6),
+        "all 0.3": dict.fromkeys(weights, 0.3),
+    }
+    print("us a draft, both ends joined, kept in the L2    behind copies   in a row", flush=True)
+    for limit in (found["persisting"], 0):
+        driver.call("cuCtxSetLimit", _PERSISTING_LIMIT, ctypes.c_size_t(limit))
+        for name, shares in kinds.items():
+            at = {weights[w].data_ptr(): (weights[w].numel() * 2, share) for w, share in shares.items()}
+            changed: list[int] = []
+
+            def change(graph: torch.cuda.CUDAGraph, at: Any = at, changed: list[int] = changed) -> None:
+                changed.append(_window(graph, at))
+
+            graphs = timer.graphs(change)
+            times = [timer.time(graphs) for _ in range(2)]
+            best = f"{min(a for a, _ in times):8.2f} {min(b for _, b in times):10.2f}"
+            print(f"  limit {limit >> 20:3d} MiB, {name:26s} {best}   {changed} nodes", flush=True)
+            driver.call("cuCtxResetPersistingL2Cache")
+
+
+def _try(part: Callable[..., None], *args: Any) -> None:
+    """A part that fails leaves the others to run."""
+    try:
+        part(*args)
+    except Exception as error:
+        print(f"  {part.__name__} FAILED: {error!r:.800}", flush=True)
+
+
+def main() -> None:
+    """Print tables."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--length", type=int, default=300)
+    parser.add_argument("--windows", action="store_true")
+    args = parser.parse_args()
+    began, drafter = time.monotonic(), Drafter()
+    num_bytes = {name: 2 * weight.numel() for name, weight in drafter.weights().items()}
+    needs = ", ".join(f"{name} {1e6 * size / COPY:.1f}" for name, size in num_bytes.items())
+    print(f"us of the bytes: {needs}, all {1e6 * sum(num_bytes.values()) / COPY:.1f}", flush=True)
+    _try(_check_bits, drafter)
+    for joined in ((False, False), (True, True)):
+        _try(_profile, drafter, args.length, *joined)
+    timer = Timer(drafter, args.length)
+    kinds = {
+        "eight kernels": (False, False, None),
+        "entry and product": (True, False, None),
+        "head and draw": (False, True, None),
+        "both": (True, True, None),
+        "both, entry 2 warps, 4 stages": (True, True, (2, 4)),
+        "both, entry 2 warps, 8 stages": (True, True, (2, 8)),
+        "both, entry 1 warp, 5 stages": (True, True, (1, 5)),
+        "both, entry 1 warp, 8 stages": (True, True, (1, 8)),
+    }
+    _try(_time_all, timer, kinds)
+    if args.windows:
+        _try(_time_windows, timer)
+    print(f"{time.monotonic() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
