@@ -31,9 +31,8 @@ from octavo.ops.attention.paged_plan import Heads, Planner, Scratch
 from octavo.ops.compile import driver
 from octavo.ops.decoder import PostOperands, post_attention
 from octavo.ops.embedding import beside_gemv
-from octavo.ops.embedding.beside import embed_beside, project_beside
+from octavo.ops.embedding.beside import project_beside
 from octavo.ops.gemm import LinearWeight, pack_linear
-from octavo.ops.gemm.fused import linear_of_few
 from octavo.ops.inputs.tensors import RowTensors
 from octavo.ops.rope import Rotation, rope_table
 from octavo.ops.sampling import drafts_head
@@ -125,11 +124,7 @@ class Passes:
                 for_capture=True,
             )
             sides = token, own.table, 1.0, state, own.norms, EPS
-            if place:
-                projected, stream = project_beside(*sides, own.qkv, None, normed=False, behind_draw=True)
-            else:
-                both, stream = embed_beside(*sides, normed=False)
-                projected = linear_of_few(both, own.qkv)
+            projected, stream = project_beside(*sides, own.qkv, None, normed=False, behind_draw=place > 0)
             rotation = Rotation(
                 positions=self.positions[place],
                 cos_sin=own.cos_sin,
@@ -277,12 +272,12 @@ def _profile(drafter: Drafter, length: int, *joined: bool) -> None:
     for name, start, end in launches:
         rows.append((name, max(end - max(start, latest), 0.0)))
         latest = max(latest, end)
-    first, other = 8 - joined[1], 8 - joined[0] - joined[1]
-    each = first + 3 * other
+    other = 8 - joined[0] - joined[1]
+    each = 4 * other
     assert len(rows) == each * _PROFILED, (len(rows), each)
     print(f"kernels of a draft, entry {'joined' if joined[0] else 'apart'}, head {'joined' if joined[1] else 'apart'}")
     for place in range(other):
-        of_place = [rows[run * each + first + p * other + place] for run in range(1, _PROFILED) for p in range(3)]
+        of_place = [rows[run * each + p * other + place] for run in range(1, _PROFILED) for p in range(1, 4)]
         print(f"  {sum(us for _, us in of_place) / len(of_place):6.2f} us  {of_place[0][0][:60]}", flush=True)
 
 

@@ -102,21 +102,23 @@ def check_ends(device: str, size: int, places: int) -> None:
     first, second, last = ((0.5 + torch.rand(size, generator=generator)).to(device) for _ in range(3))
     qkv, weight = heavy(4096, 2 * size, BF16, device, 2) / 256, heavy(places, size, BF16, device, 3) / 256
     packed, head = pack_linear(qkv.contiguous()), pack_linear(weight.contiguous())
-    ids = torch.randperm(3 * places, generator=generator)[:places].to(device)
+    target_ids = torch.randperm(3 * places, generator=generator)[:places].to(device)
     for trial in range(9):
         token, state, normed = torch.tensor([41 * trial], device=device), states[trial : trial + 1], trial % 2 == 0
-        given = token, table, 1.0, state, (first, second), 1e-6
-        assert beside_gemv.serves(token, table, 1.0, state, packed.storage)
-        projected, own = beside.project_beside(*given, packed, None, normed=normed, behind_draw=True)
-        both, expected = beside_gpu.embed_beside(*given, None, normed=normed)
-        assert torch.equal(own, expected) and torch.equal(projected, linear_of_few(both, packed)), trial
+        assert beside_gemv.serves(1, table, 1.0, state, packed.storage)
+        for of in (token, state, None), (torch.arange(9, device=device) * 41, states, torch.tensor([trial])):
+            ids, source, pick = (None if one is None else one.to(device) for one in of)
+            given, behind = (ids, table, 1.0, source, (first, second), 1e-6), pick is None
+            projected, own = beside.project_beside(*given, packed, None, pick, normed=normed, behind_draw=behind)
+            both, expected = beside_gpu.embed_beside(*given, pick, normed=normed)
+            assert torch.equal(own, expected) and torch.equal(projected, linear_of_few(both, packed)), (trial, behind)
         ours, theirs = Rows(device), Rows(device)
         for noise in (0.0, 0.8):
             of, of_theirs = (rows.drafts(trial % 2, noise, 3 * places, trial % 8) for rows in (ours, theirs))
             assert drafts_head.serves(state, head.storage, of)
-            found = drafts.draw_drafts_of(state, last, 1e-6, head, ids if normed else None, of)
+            found = drafts.draw_drafts_of(state, last, 1e-6, head, target_ids if normed else None, of)
             logits = normed_logits(state, last, 1e-6, head)
-            assert torch.equal(found, drafts_gpu.draw_drafts(logits, ids if normed else None, of_theirs)), trial
+            assert torch.equal(found, drafts_gpu.draw_drafts(logits, target_ids if normed else None, of_theirs)), trial
             assert torch.equal(ours.table.token_ids, theirs.table.token_ids)
 
 

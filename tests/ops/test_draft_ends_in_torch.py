@@ -30,6 +30,9 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, kernel in ((beside_gemv, "_entry_product"), (drafts_head, "_product_and_draw")):
         monkeypatch.setattr(module, kernel, gluon_in_torch.InTorch(getattr(module, kernel)))
         monkeypatch.setattr(module, "chained", lambda device: {"PDL": True})
+        monkeypatch.setattr(module, "begin_whole", lambda pdl: None)
+    for wait in ("end_before", "wait_before"):
+        monkeypatch.setattr(beside_gemv, wait, lambda pdl: None)
     monkeypatch.setattr(gemv, "_device", lambda index: {"multiprocessor_count": PROCESSORS})
 
 
@@ -53,10 +56,16 @@ def test_an_entry_is_normed_and_multiplied_as_by_separate_kernels(
     table, state = (torch.randn(n, SIZE, generator=generator).to(BF16) for n in (5, 1))
     weight = torch.randn(64, 2 * SIZE, generator=generator).to(BF16)
     norms = torch.rand(SIZE, generator=generator) + 0.5, torch.rand(SIZE, generator=generator) + 0.5
-    out, own = beside_gemv.project(torch.tensor([3]), table, state, norms, EPS, weight, normed=keeps)
+    given = norms, EPS, weight
+    out, own = beside_gemv.project(torch.tensor([3]), table, state, *given, None, normed=keeps, behind_draw=True)
     both = torch.cat([normed(table[3], norms[0]), normed(state[0], norms[1])])[None]
     assert torch.equal(own, both[:, SIZE:] if keeps else state)
     assert torch.equal(out, gluon_in_torch._mma(weight, both.t().contiguous(), torch.zeros(64, 1)).t().to(BF16))
+    several = torch.randn(4, 2 * SIZE, generator=generator).to(BF16)[:, :SIZE]
+    several[2] = state
+    ids, pick = torch.tensor([0, 1, 3, 4]), torch.tensor([2])
+    again, own = beside_gemv.project(ids, table, several, *given, pick, normed=keeps, behind_draw=False)
+    assert torch.equal(again, out) and torch.equal(own, both[:, SIZE:] if keeps else state)
 
 
 @pytest.mark.parametrize("room", [True, False])
@@ -72,7 +81,6 @@ def test_a_head_draws_what_its_logits_say(
     monkeypatch.setattr(drafts_head, "scratch_of", lambda device: scratch)
     monkeypatch.setattr(drafts_head, "stream_key", lambda seed, position: (seed, position))
     monkeypatch.setattr(drafts_head, "_noise_of", lambda token, low, high, amount: noise[token.long()] * amount)
-    monkeypatch.setattr(drafts_head, "begin_whole", lambda pdl: None)
     monkeypatch.setattr(drafts_head, "ready_before", lambda x, pdl: x)
     monkeypatch.setattr(drafts_head, "_tile", lambda *given: gemv.Tile(64, 4, 2 * PROCESSORS, 3, 128))
     generator = torch.Generator().manual_seed(2)

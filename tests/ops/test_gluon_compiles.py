@@ -271,7 +271,10 @@ def test_attention_has_room_beside_a_drafters_entry(compiled: list[Any]) -> None
     """So its K and V are on their way when q, k and v are there; the state is normed before the token is there."""
     states, table = torch.zeros(1, 1024, dtype=BF16), torch.zeros(8, 1024, dtype=BF16)
     norms, weight = (torch.ones(1024), torch.ones(1024)), torch.zeros(4096, 2048, dtype=BF16)
-    beside_gemv.project(torch.zeros(1, dtype=torch.int64), table, states, norms, 1e-6, weight, normed=True)
+    ids = torch.zeros(1, dtype=torch.int64)
+    for pick in (None, ids):
+        given = ids, table, states, norms, 1e-6, weight, pick
+        beside_gemv.project(*given, normed=pick is None, behind_draw=pick is None)
     of_attention = rope_decode_kernel._SHARED_BYTES
     assert compiled[0].metadata.shared + of_attention + 2 * 1024 <= SHARED_BYTES + 1024
 

@@ -59,12 +59,13 @@ def project_beside(
     behind_draw: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(`linear` of the first that `embed_beside` gives, by weight [N, 2 * size]; the second)."""
-    if states.is_cuda and behind_draw and pick is None and norms is not None and bias is None:
+    if states.is_cuda and norms is not None and bias is None:
         from octavo.ops.embedding import beside_gemv
 
         plain = table.storage if isinstance(table, LinearWeight) else table
-        if beside_gemv.serves(ids, plain, scale, states, weight.storage):
-            return beside_gemv.project(ids, plain, states, norms, eps, weight.storage, normed=normed)
+        if beside_gemv.serves(len(ids if pick is None else pick), plain, scale, states, weight.storage):
+            given = ids, plain, states, norms, eps, weight.storage, pick
+            return beside_gemv.project(*given, normed=normed, behind_draw=behind_draw)
     both, own = embed_beside(ids, table, scale, states, norms, eps, pick, normed=normed, behind_draw=behind_draw)
     return linear_of_few(both, weight, bias), own
 
