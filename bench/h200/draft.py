@@ -32,7 +32,7 @@ from octavo.ops.compile import driver
 from octavo.ops.decoder import PostOperands, post_attention
 from octavo.ops.embedding import beside_gemv
 from octavo.ops.embedding.beside import project_beside
-from octavo.ops.gemm import LinearWeight, pack_linear
+from octavo.ops.gemm import LinearWeight, gemv, pack_linear
 from octavo.ops.inputs.tensors import RowTensors
 from octavo.ops.rope import Rotation, rope_table
 from octavo.ops.sampling import drafts_head
@@ -148,15 +148,19 @@ class Passes:
 
 
 @contextlib.contextmanager
-def _ends(entry: bool, head: bool, tile: tuple[int, int] | None = None) -> Iterator[None]:
-    """With these ends joined; tile: warps and stages of the entry."""
+def _ends(entry: bool, head: bool, tile: tuple[int, int] | None = None, few: int | None = None) -> Iterator[None]:
+    """With these ends joined; tile: warps and stages of the entry; few: channels of a program of few, 0: as of many."""
     with contextlib.ExitStack() as stack:
         for module, joined in ((beside_gemv, entry), (drafts_head, head)):
             if not joined:
                 stack.enter_context(mock.patch.object(module, "serves", lambda *args: False))
         if tile is not None:
             stack.enter_context(mock.patch.object(beside_gemv, "tile_for", lambda *shape: beside_gemv.Tile(*tile)))
+        if few is not None:
+            stack.enter_context(mock.patch.object(gemv, "_FEW_CHANNELS", few))
+        gemv.tile_for.cache_clear()
         yield
+    gemv.tile_for.cache_clear()
 
 
 def _captured(run: Callable[[], Any], *, keep: bool = False) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -187,7 +191,7 @@ def _check_bits(drafter: Drafter) -> None:
         ours, theirs = Passes(drafter, length, 4), Passes(drafter, length, 4)
         graphs = []
         for passes, joined in ((ours, True), (theirs, False)):
-            with _ends(joined, joined):
+            with _ends(joined, joined, few=None if joined else 0):
                 graphs.append(_captured(passes.run))
         for trial in range(60):
             state = torch.randn(1, SIZE, device=CUDA).to(BF16)
@@ -243,8 +247,8 @@ class Timer:
 def _time_all(timer: Timer, kinds: dict[str, Any]) -> None:
     """By turns."""
     graphs, times = {}, {}
-    for name, (entry, head, tile) in kinds.items():
-        with _ends(entry, head, tile):
+    for name, kind in kinds.items():
+        with _ends(*kind):
             graphs[name] = timer.graphs()
     for _ in range(3):
         for name, own in graphs.items():
@@ -267,18 +271,21 @@ def _profile(drafter: Drafter, length: int, *joined: bool) -> None:
             graph.replay()
         torch.cuda.synchronize()
     launches = sorted(gpu_profile.launches(profiler), key=lambda launch: launch[1])
-    rows: list[tuple[str, float]] = []
-    latest = 0.0
-    for name, start, end in launches:
-        rows.append((name, max(end - max(start, latest), 0.0)))
-        latest = max(latest, end)
-    other = 8 - joined[0] - joined[1]
-    each = 4 * other
-    assert len(rows) == each * _PROFILED, (len(rows), each)
-    print(f"kernels of a draft, entry {'joined' if joined[0] else 'apart'}, head {'joined' if joined[1] else 'apart'}")
-    for place in range(other):
-        of_place = [rows[run * each + p * other + place] for run in range(1, _PROFILED) for p in range(1, 4)]
-        print(f"  {sum(us for _, us in of_place) / len(of_place):6.2f} us  {of_place[0][0][:60]}", flush=True)
+    each = 8 - joined[0] - joined[1]
+    assert len(launches) == 4 * each * _PROFILED, (len(launches), each)
+    passes = [launches[i : i + each] for i in range(0, len(launches), each)]
+    sums, names = [[0.0] * 3 for _ in range(each)], [name for name, _, _ in passes[0]]
+    later = [i for i in range(4, len(passes)) if i % 4]
+    for i in later:
+        origin = latest = max(end for _, _, end in passes[i - 1])
+        for own, (_, start, end) in zip(sums, passes[i], strict=True):
+            for place, us in enumerate((max(end - max(start, latest), 0.0), start - origin, end - origin)):
+                own[place] += us / len(later)
+            latest = max(latest, end)
+    ends = " and ".join(f"{'joined' if is_joined else 'apart'}" for is_joined in joined)
+    print(f"kernels of a draft, its ends {ends}: us, begins, ends", flush=True)
+    for name, own in zip(names, sums, strict=True):
+        print("  " + " ".join(f"{us:7.2f}" for us in own) + f"  {name[:50]}", flush=True)
 
 
 def _window(graph: torch.cuda.CUDAGraph, shares: dict[int, tuple[int, float]]) -> int:
@@ -368,12 +375,13 @@ def main() -> None:
     for joined in ((False, False), (True, True)):
         _try(_profile, drafter, args.length, *joined)
     timer = Timer(drafter, args.length)
-    kinds = {
+    kinds: dict[str, Any] = {
+        "eight kernels, 16 channels": (False, False, None, 0),
         "eight kernels": (False, False, None),
         "entry and product": (True, False, None),
         "head and draw": (False, True, None),
         "both": (True, True, None),
-        "both, entry 2 warps, 4 stages": (True, True, (2, 4)),
+        "both, 16 channels": (True, True, None, 0),
         "both, entry 2 warps, 8 stages": (True, True, (2, 8)),
         "both, entry 1 warp, 5 stages": (True, True, (1, 5)),
         "both, entry 1 warp, 8 stages": (True, True, (1, 8)),

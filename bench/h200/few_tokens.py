@@ -4,8 +4,8 @@
 
 Layers with weights of their own follow each other in one CUDA graph: the norm and the products, the rotation, the store
 and attention. First bits: every token of steps of several, result and cache, against the same tokens one by one. Then
-microseconds a layer, least of 40, beside what the engine ran before: verification by tiles of a KV head's all, few rows
-by long weights in one kernel with the norm, a head of few rows by plain tiles; a head and a draw, whose noise was made
+microseconds a layer, least of 40, beside what the engine ran before: a row by programs of 16 channels, where they are
+few; verification by tiles of a KV head's all, few rows by long weights in one kernel with the norm, a head of few rows by plain tiles; a head and a draw, whose noise was made
 when the logits were there. --apart: more numbers of tokens, with each fusion left out. Between them what each kernel
 takes, by the profiler, from the end of what began before it.
 """
@@ -32,7 +32,7 @@ from octavo.ops.attention.paged import paged_attention
 from octavo.ops.attention.paged_plan import Heads, Plan, Planner, Scratch
 from octavo.ops.decoder import DecoderLayerOperands, post_attention, project
 from octavo.ops.embedding import gpu as embedding
-from octavo.ops.gemm import LinearWeight, cluster_gemm, held_gemm, pack_linear, skinny_gemm, streamed_gemm
+from octavo.ops.gemm import LinearWeight, cluster_gemm, gemv, held_gemm, pack_linear, skinny_gemm, streamed_gemm
 from octavo.ops.gemm.fused import normed_logits
 from octavo.ops.rope import Rotation, rope_table
 from octavo.ops.rope import gpu as rope
@@ -213,6 +213,15 @@ def _without(owner: Any, name: str = "serves") -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _sixteen_channels() -> Iterator[None]:
+    """Of a row's products by few channels, where a program has eight now."""
+    with mock.patch.object(gemv, "_FEW_CHANNELS", 0):
+        gemv.tile_for.cache_clear()
+        yield
+    gemv.tile_for.cache_clear()
+
+
+@contextlib.contextmanager
 def _few_tiles() -> Iterator[None]:
     """Of clustered products those for up to 16 rows alone: others take long to compile."""
 
@@ -261,8 +270,8 @@ def _time_rows(layers: list[DecoderLayerOperands], heads: Heads, length: int) ->
         step = Step(layers, heads, rows, queries, length)
         found, now = step.time(_same)
         other, least = found, float("nan")
-        if before is not None and (before is tiles or layers[0].qkv.k > 3072):
-            with _without(*before):
+        if before is None or before is tiles or layers[0].qkv.k > 3072:
+            with _sixteen_channels() if before is None else _without(*before):
                 other, least = step.time(_same)
         verdict = "same" if torch.equal(found, other) else "DIFFER"
         print(f"    {rows:2d} x {queries:2d}                          {now:8.2f}  {least:8.2f}  {verdict}", flush=True)
