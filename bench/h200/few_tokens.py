@@ -4,10 +4,11 @@
 
 Layers with weights of their own follow each other in one CUDA graph: the norm and the products, the rotation, the store
 and attention. First bits: every token of steps of several, result and cache, against the same tokens one by one. Then
-microseconds a layer, least of 40, beside what the engine ran before: a row by programs of 16 channels, where they are
-few; verification by tiles of a KV head's all, few rows by long weights in one kernel with the norm, a head of few rows by plain tiles; a head and a draw, whose noise was made
-when the logits were there. --apart: more numbers of tokens, with each fusion left out. Between them what each kernel
-takes, by the profiler, from the end of what began before it.
+microseconds a layer, least of 40, beside what the engine ran before: a row by programs of 16 channels, where channels
+are few; verification by tiles of a KV head's all, few rows by long weights in one kernel with the norm, a head of few
+rows by plain tiles; a head and a draw, whose noise was made when the logits were there. --apart: more numbers of
+tokens, with each fusion left out. Between them what each kernel takes, by the profiler, from the end of what began
+before it.
 """
 
 from __future__ import annotations
