@@ -15,12 +15,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import draft_head_cuda
 import torch
 from torch import Tensor
 
@@ -148,8 +150,17 @@ class Passes:
 
 
 @contextlib.contextmanager
-def _ends(entry: bool, head: bool, tile: tuple[int, int] | None = None, few: int | None = None) -> Iterator[None]:
-    """With these ends joined; tile: warps and stages of the entry; few: channels of a program of few, 0: as of many."""
+def _ends(
+    entry: bool,
+    head: bool,
+    tile: tuple[int, int] | None = None,
+    few: int | None = None,
+    cuda: tuple[int, tuple[int, int, int, int]] | None = None,
+) -> Iterator[None]:
+    """With these ends joined; tile: warps and stages of the entry; few: channels of a program of few, 0: as of many.
+
+    cuda: the head in CUDA C++, blocks and form.
+    """
     with contextlib.ExitStack() as stack:
         for module, joined in ((beside_gemv, entry), (drafts_head, head)):
             if not joined:
@@ -158,6 +169,9 @@ def _ends(entry: bool, head: bool, tile: tuple[int, int] | None = None, few: int
             stack.enter_context(mock.patch.object(beside_gemv, "tile_for", lambda *shape: beside_gemv.Tile(*tile)))
         if few is not None:
             stack.enter_context(mock.patch.object(gemv, "_FEW_CHANNELS", few))
+        if cuda is not None:
+            joined_head = functools.partial(draft_head_cuda.draw, *cuda)
+            stack.enter_context(mock.patch.object(drafts_head, "draw", joined_head))
         gemv.tile_for.cache_clear()
         yield
     gemv.tile_for.cache_clear()
@@ -184,14 +198,14 @@ def _least(graph: torch.cuda.CUDAGraph) -> float:
     return 1000 * min(a.elapsed_time(b) for a, b in itertools.pairwise(events))
 
 
-def _check_bits(drafter: Drafter) -> None:
+def _check_bits(drafter: Drafter, cuda: Any = None) -> None:
     """Joined ends in graphs, replayed over other tokens, states and temperatures, against separate kernels."""
     wrong, tried, different = 0, 0, set()
     for length in (300, 255, 1030):
         ours, theirs = Passes(drafter, length, 4), Passes(drafter, length, 4)
         graphs = []
         for passes, joined in ((ours, True), (theirs, False)):
-            with _ends(joined, joined, few=None if joined else 0):
+            with _ends(joined, joined, few=None if joined else 0, cuda=cuda if joined else None):
                 graphs.append(_captured(passes.run))
         for trial in range(60):
             state = torch.randn(1, SIZE, device=CUDA).to(BF16)
@@ -208,7 +222,10 @@ def _check_bits(drafter: Drafter) -> None:
             same &= torch.equal(ours.table.token_ids, theirs.table.token_ids) and torch.equal(ours.kv, theirs.kv)
             wrong, tried = wrong + (not same), tried + 1
             different.add(tuple(torch.cat(drafts).tolist()))
-    print(f"bits: {wrong} of {tried} runs of four drafts DIFFER; {len(different)} different drafts", flush=True)
+    print(
+        f"bits{' of CUDA C++' if cuda else ''}: {wrong} of {tried} runs of four drafts DIFFER; {len(different)} different drafts",
+        flush=True,
+    )
 
 
 class Timer:
@@ -258,11 +275,11 @@ def _time_all(timer: Timer, kinds: dict[str, Any]) -> None:
         print(f"  {name:28s} {min(a for a, _ in own):8.2f} {min(b for _, b in own):10.2f}", flush=True)
 
 
-def _profile(drafter: Drafter, length: int, *joined: bool) -> None:
+def _profile(drafter: Drafter, length: int, joined: tuple[bool, bool], more: dict[str, Any]) -> None:
     """Each kernel of the second to fourth pass, in the order in which they begin."""
     from torch.profiler import ProfilerActivity, profile
 
-    with _ends(*joined):
+    with _ends(*joined, **more):
         graph, _ = _captured(Passes(drafter, length, 4).run)
     graph.replay()
     torch.cuda.synchronize()
@@ -283,7 +300,7 @@ def _profile(drafter: Drafter, length: int, *joined: bool) -> None:
                 own[place] += us / len(later)
             latest = max(latest, end)
     ends = " and ".join(f"{'joined' if is_joined else 'apart'}" for is_joined in joined)
-    print(f"kernels of a draft, its ends {ends}: us, begins, ends", flush=True)
+    print(f"kernels of a draft, its ends {ends} {more or ''}: us, begins, ends", flush=True)
     for name, own in zip(names, sums, strict=True):
         print("  " + " ".join(f"{us:7.2f}" for us in own) + f"  {name[:50]}", flush=True)
 
@@ -372,8 +389,11 @@ def main() -> None:
     needs = ", ".join(f"{name} {1e6 * size / COPY:.1f}" for name, size in num_bytes.items())
     print(f"us of the bytes: {needs}, all {1e6 * sum(num_bytes.values()) / COPY:.1f}", flush=True)
     _try(_check_bits, drafter)
-    for joined in ((False, False), (True, True)):
-        _try(_profile, drafter, args.length, *joined)
+    for form in ((132, (8, 4, 128, 3)), (264, (4, 5, 128, 0))):
+        _try(_check_bits, drafter, form)
+    cuda = {"cuda": (132, (8, 4, 128, 3))}
+    for kind in (((False, False), {"few": 0}), ((True, True), {}), ((True, True), cuda)):
+        _try(_profile, drafter, args.length, *kind)
     timer = Timer(drafter, args.length)
     kinds: dict[str, Any] = {
         "eight kernels, 16 channels": (False, False, None, 0),
@@ -385,6 +405,13 @@ def main() -> None:
         "both, entry 2 warps, 8 stages": (True, True, (2, 8)),
         "both, entry 1 warp, 5 stages": (True, True, (1, 5)),
         "both, entry 1 warp, 8 stages": (True, True, (1, 8)),
+        "CUDA 132, 8 warps, 4 stages, 0": (True, True, None, None, (132, (8, 4, 128, 0))),
+        "CUDA 132, 8 warps, 4 stages, 2": (True, True, None, None, (132, (8, 4, 128, 2))),
+        "CUDA 132, 8 warps, 4 stages, 3": (True, True, None, None, (132, (8, 4, 128, 3))),
+        "CUDA 132, 8 warps, 4 stages, 4": (True, True, None, None, (132, (8, 4, 128, 4))),
+        "CUDA 132, 8 warps, 6 stages, 3": (True, True, None, None, (132, (8, 6, 128, 3))),
+        "CUDA 264, 4 warps, 5 stages, 0": (True, True, None, None, (264, (4, 5, 128, 0))),
+        "CUDA 264, 4 warps, 5 stages, 3": (True, True, None, None, (264, (4, 5, 128, 3))),
     }
     _try(_time_all, timer, kinds)
     if args.windows:

@@ -248,3 +248,35 @@ static void multiply_tf32(float (&sum)[4], const Four& a, const Two& b) {
         }
     });
 }
+
+// Barriers in shared memory: what is copied for one comes as late as it may, when a warp waits for it.
+#include <map>
+struct Barrier { u32 phase = 0, expected = 0, asked = 0; std::vector<Copy> open; };
+static std::map<u32, Barrier> barriers;
+static void begin_barrier(u32 at, u32) { barriers[at] = Barrier(); }
+static void begin_copies() {}
+static void expect(u32 at, u32 bytes) { barriers.at(at).expected += bytes; }
+static void copy_line(u32 to, u64 from, u32 bytes, u32 at, u64) {
+    if (to % 16 || from % 16 || bytes % 16 || to + bytes > sizeof memory) fprintf(stderr, "a line to %u\n", to), abort();
+    memset(memory + to, 0xff, bytes);
+    barriers.at(at).asked += bytes;
+    barriers.at(at).open.push_back(Copy{to, from, bytes, bytes});
+}
+static void wait(u32 at, u32 parity) {
+    warp_together();
+    Barrier& own = barriers.at(at);
+    if ((own.phase & 1) == parity) {
+        if (!own.expected || own.asked != own.expected) fprintf(stderr, "nothing comes to %u\n", at), abort();
+        for (const Copy& copy : own.open) memcpy(memory + copy.to, (void*)copy.from, copy.bytes);
+        u32 phase = own.phase + 1;
+        own = Barrier();
+        own.phase = phase;
+    }
+}
+static u64 last_evicted() { return 0; }
+static u64 first_evicted() { return 0; }
+static void ready_now(float x) { if (x == INFINITY) abort(); }
+static u64 keep_larger(u64* at, u64 x) { u64 y = *at; if (x > y) *at = x; return y; }
+static u32 count_up(u32* at) { return (*at)++; }
+static u64 take(u64* at) { u64 x = *at; *at = 0; return x; }
+static float fused(float x, float y, float z) { return fmaf(x, y, z); }

@@ -140,3 +140,49 @@ __device__ inline float widened(u32 x) {  // a 16-bit number
     return __uint_as_float(x << 16);
 #endif
 }
+__device__ inline float fused(float x, float y, float z) { return __fmaf_rn(x, y, z); }
+
+// Barriers in shared memory, and copies by the copy engine that tell them how many bytes have come.
+__device__ inline void begin_barrier(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
+}
+__device__ inline void begin_copies() {  // they see the barriers
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ inline void expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+__device__ inline void wait(u32 barrier, u32 parity) {
+    u32 done = 0;
+    while (!done)
+        asm volatile(
+            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+}
+__device__ inline void copy_line(u32 to, u64 from, u32 bytes, u32 barrier, u64 policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
+}
+__device__ inline u64 last_evicted() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ inline u64 first_evicted() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+// The assembler would else compute it behind the wait: what could trap stays.
+__device__ inline void ready_now(float x) {
+    asm volatile("{ .reg .pred over; setp.eq.f32 over, %0, 0f7F800000; @over trap; }" :: "f"(x));
+}
+// Numbers in global memory that blocks share.
+__device__ inline u64 keep_larger(u64* at, u64 x) { return atomicMax((unsigned long long*)at, x); }
+__device__ inline u32 count_up(u32* at) {
+    __threadfence();
+    u32 before = atomicAdd(at, 1);
+    __threadfence();
+    return before;
+}
+__device__ inline u64 take(u64* at) { return atomicExch((unsigned long long*)at, 0); }
