@@ -222,10 +222,8 @@ def _check_bits(drafter: Drafter, cuda: Any = None) -> None:
             same &= torch.equal(ours.table.token_ids, theirs.table.token_ids) and torch.equal(ours.kv, theirs.kv)
             wrong, tried = wrong + (not same), tried + 1
             different.add(tuple(torch.cat(drafts).tolist()))
-    print(
-        f"bits{' of CUDA C++' if cuda else ''}: {wrong} of {tried} runs of four drafts DIFFER; {len(different)} different drafts",
-        flush=True,
-    )
+    name = "bits of CUDA C++" if cuda else "bits"
+    print(f"{name}: {wrong} of {tried} runs of four drafts DIFFER; {len(different)} different drafts", flush=True)
 
 
 class Timer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +91,7 @@ def draw(
     norm: Tensor,
     eps: float,
     weight: Tensor,
-    ids: Any,
+    ids: Tensor | None,
     of: DraftRows,
 ) -> Tensor:
     """As `drafts_head.draw`. form: warps, stages, k of a stage, parts of a line that stay in the L2."""
