@@ -35,10 +35,10 @@ from octavo.ops.decoder import PostOperands, post_attention
 from octavo.ops.embedding import beside_gemv
 from octavo.ops.embedding.beside import project_beside
 from octavo.ops.gemm import LinearWeight, gemv, pack_linear
-from octavo.ops.inputs.tensors import RowTensors
+from octavo.ops.inputs.tensors import DraftRows, RowTensors
 from octavo.ops.rope import Rotation, rope_table
 from octavo.ops.sampling import drafts_head
-from octavo.ops.sampling.drafts import DraftRows, draw_drafts_of
+from octavo.ops.sampling.drafts import draw_drafts_of
 
 BF16, CUDA, BLOCK, EPS = torch.bfloat16, torch.device("cuda"), 64, 1e-6
 SIZE, INNER, HEADS, PLACES, VOCAB = 1024, 3072, Heads(16, 8, 128), 32000, 151936

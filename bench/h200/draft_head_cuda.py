@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.ops import compile, sampling
 from octavo.ops.compile import driver, nvrtc
-from octavo.ops.sampling.drafts import DraftRows
+from octavo.ops.inputs.tensors import DraftRows
 
 _PTR = ctypes.c_uint64
 

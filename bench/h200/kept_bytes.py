@@ -27,8 +27,8 @@ extern "C" __global__ void read_all(const uint4* data, long long count, int shar
     asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(plain));
     const long long stride = (long long)gridDim.x * blockDim.x;
     const long long begin = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    const bool is_kept = (blockIdx.x * 8 + threadIdx.x / 32) % 16 < share;  // by warps, whose lines no other one reads
-    const unsigned long long policy = is_kept ? last : rest ? first : plain;
+    const bool stays = (blockIdx.x * 8 + threadIdx.x / 32) % 16 < share;  // by warps, whose lines no other one reads
+    const unsigned long long policy = stays ? last : rest ? first : plain;
     unsigned sum = 0;
     for (long long i = begin; i < count; i += 8 * stride) {
         uint4 value[8];

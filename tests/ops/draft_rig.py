@@ -9,7 +9,7 @@ from octavo.bench import oracle, oracle_gpu
 from octavo.ops.embedding import beside, beside_gemv, beside_gpu
 from octavo.ops.gemm import pack_linear
 from octavo.ops.gemm.fused import linear_of_few, normed_logits
-from octavo.ops.inputs.tensors import RowTensors
+from octavo.ops.inputs.tensors import DraftRows, RowTensors
 from octavo.ops.norm import kept_sum_gpu
 from octavo.ops.sampling import drafts, drafts_gpu, drafts_head
 
@@ -57,11 +57,11 @@ class Rows:
         self.temperatures = (torch.arange(10) % 3 / 2).to(device)
         self.seeds = torch.randint(-(2**62), 2**62, (10,), generator=generator).to(device)
 
-    def drafts(self, place: int, noise: float, vocab_size: int, only: int | None = None) -> drafts.DraftRows:
+    def drafts(self, place: int, noise: float, vocab_size: int, only: int | None = None) -> DraftRows:
         """Of all entries, or of one."""
         some = slice(None) if only is None else slice(only, only + 1)
         sample_of, lengths = self.live
-        return drafts.DraftRows(
+        return DraftRows(
             rows=self.rows[some],
             live=(sample_of[some], lengths[some]),
             table=self.table,

@@ -15,9 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "attention"))
 import gluon_in_torch
 from octavo.ops.embedding import beside_gemv
 from octavo.ops.gemm import gemv
-from octavo.ops.inputs.tensors import RowTensors
+from octavo.ops.inputs.tensors import DraftRows, RowTensors
 from octavo.ops.sampling import drafts_head
-from octavo.ops.sampling.drafts import DraftRows
 from octavo.ops.sampling.gpu import DrawScratch
 
 BF16, F32, EPS = torch.bfloat16, torch.float32, 1e-6

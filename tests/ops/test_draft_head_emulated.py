@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench" / "h200"))
 import draft_head_cuda as cuda
 
 from octavo.ops import norm, sampling
-from octavo.ops.inputs.tensors import RowTensors
-from octavo.ops.sampling.drafts import DraftRows, draw_drafts_composed
+from octavo.ops.inputs.tensors import DraftRows, RowTensors
+from octavo.ops.sampling.drafts import draw_drafts_composed
 
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 K, BF16 = 1024, torch.bfloat16

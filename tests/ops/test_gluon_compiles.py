@@ -32,11 +32,10 @@ from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
 from octavo.ops.compile import launch  # noqa: E402
 from octavo.ops.embedding import beside_gemv  # noqa: E402
 from octavo.ops.gemm import gemv, held_gemm, streamed_gemm  # noqa: E402
-from octavo.ops.inputs.tensors import RowTensors  # noqa: E402
+from octavo.ops.inputs.tensors import DraftRows, RowTensors  # noqa: E402
 from octavo.ops.rope import Rotation  # noqa: E402
 from octavo.ops.sampling import drafts_gpu, drafts_head  # noqa: E402
 from octavo.ops.sampling import gpu as drawing  # noqa: E402
-from octavo.ops.sampling.drafts import DraftRows  # noqa: E402
 
 CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
 PROCESSORS = 132

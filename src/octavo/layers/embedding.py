@@ -19,8 +19,9 @@ from octavo.ops.embedding import embed_rows, gather_rows
 from octavo.ops.embedding.beside import embed_beside, project_beside
 from octavo.ops.gemm import LinearWeight
 from octavo.ops.gemm.fused import fused_linear_sampling, fused_sampling_rows, linear_of_few, normed_logits
+from octavo.ops.inputs.tensors import DraftRows
 from octavo.ops.sampling import draw
-from octavo.ops.sampling.drafts import DraftRows, draw_drafts, draw_drafts_of
+from octavo.ops.sampling.drafts import draw_drafts, draw_drafts_of
 
 
 class OutputHead(Linear):

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from octavo.config.speculative import SpeculativeConfig
+from octavo.ops.inputs.tensors import DraftRows
 from octavo.ops.sampling import draw
-from octavo.ops.sampling.drafts import DraftRows, draw_drafts
+from octavo.ops.sampling.drafts import draw_drafts
 
 if TYPE_CHECKING:
     from octavo.speculate.step import DraftBatches, DraftStep

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from octavo.models.base import Loadable
-from octavo.ops.sampling.drafts import DraftRows
+from octavo.ops.inputs.tensors import DraftRows
 from octavo.registry import Registry
 
 DRAFTERS = Registry(

@@ -26,7 +26,7 @@ from octavo.models.causal_lm import CausalLM
 from octavo.models.drafters.ends import end_of, leave
 from octavo.ops.decoder import PostOperands
 from octavo.ops.gemm.fused import linear_of_few
-from octavo.ops.sampling.drafts import DraftRows
+from octavo.ops.inputs.tensors import DraftRows
 
 WEIGHT_MAP: WeightMap = {
     "fc.weight": ("fc.weight", ""),

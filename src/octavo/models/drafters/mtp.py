@@ -27,7 +27,8 @@ from octavo.layers.norm import RMSNorm
 from octavo.models.base import WeightMap
 from octavo.models.causal_lm import CausalLM
 from octavo.ops.gemm.fused import linear_of_few
-from octavo.ops.sampling.drafts import DraftRows, draw_drafts
+from octavo.ops.inputs.tensors import DraftRows
+from octavo.ops.sampling.drafts import draw_drafts
 
 _BEHIND_LAYERS = {"enorm": "token_norm", "hnorm": "state_norm", "eh_proj": "combine", "shared_head.norm": "norm"}
 _UNDER_MTP = {

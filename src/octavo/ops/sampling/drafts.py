@@ -7,29 +7,13 @@ its logit stands.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
 from octavo.ops.gemm import LinearWeight
 from octavo.ops.gemm.fused import normed_logits
-from octavo.ops.inputs.tensors import RowTensors
+from octavo.ops.inputs.tensors import DraftRows
 from octavo.ops.sampling import draw
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DraftRows:
-    """Whose drafts are drawn, and how: drafts number `place` of R rows, written where a row is live and has room."""
-
-    rows: Tensor  # [R] int64
-    live: tuple[Tensor, Tensor]  # (sample_of, lengths) of the step, [R] int32: live if it sampled and is no padding
-    table: RowTensors
-    place: int
-    temperatures: Tensor  # of all rows, as the seeds
-    seeds: Tensor
-    noise: float  # what part of the temperature counts, 0: the likeliest token is taken
-    vocab_size: int  # of the target
 
 
 def draw_drafts(logits: Tensor, ids: Tensor | None, of: DraftRows) -> Tensor:

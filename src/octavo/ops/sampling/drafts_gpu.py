@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.compile.launch import begin_whole, chained, launched, ready_before
-from octavo.ops.sampling.drafts import DraftRows
+from octavo.ops.inputs.tensors import DraftRows
 from octavo.ops.sampling.gpu import scratch_of
 from octavo.ops.sampling.noise import gumbel, stream_key, uniform_words
 

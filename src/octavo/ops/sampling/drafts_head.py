@@ -20,7 +20,7 @@ from octavo.ops.compile.launch import begin_whole, chained, launched, ready_befo
 from octavo.ops.gemm import gemv
 from octavo.ops.gemm.gemv import ask, normed_by, spread
 from octavo.ops.gemm.gpu import is_reproducible
-from octavo.ops.sampling.drafts import DraftRows
+from octavo.ops.inputs.tensors import DraftRows
 from octavo.ops.sampling.gpu import scratch_of
 from octavo.ops.sampling.noise import gumbel, stream_key, uniform_words
 
