@@ -97,9 +97,7 @@ class DraftRows:
     """Whose drafts are drawn, and how: drafts number `place` of R rows, written where a row is live and has room."""
 
     rows: torch.Tensor  # [R] int64
-    live: tuple[
-        torch.Tensor, torch.Tensor
-    ]  # (sample_of, lengths) of the step, [R] int32: live if it sampled and is no padding
+    live: tuple[torch.Tensor, torch.Tensor]  # (sample_of, lengths) of the step, [R] int32: sampled, and no padding
     table: RowTensors
     place: int
     temperatures: torch.Tensor  # of all rows, as the seeds
