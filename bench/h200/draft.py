@@ -90,6 +90,8 @@ class Drafter:
 class Passes:
     """So many passes of a row behind its first `length` tokens."""
 
+    longest = 4096  # that graphs are captured for
+
     def __init__(self, drafter: Drafter, length: int, count: int) -> None:
         """The row's tensors."""
         ints: dict[str, Any] = {"dtype": torch.int32, "device": CUDA}
@@ -122,7 +124,7 @@ class Passes:
                 self.seq_lens[place],
                 num_tokens=1,
                 max_query_len=1,
-                max_seq_len=4096,
+                max_seq_len=self.longest,
                 for_capture=True,
             )
             sides = token, own.table, 1.0, state, own.norms, EPS
@@ -156,10 +158,11 @@ def _ends(
     tile: tuple[int, int] | None = None,
     few: int | None = None,
     cuda: tuple[int, tuple[int, int, int, int]] | None = None,
+    longest: int = 4096,
 ) -> Iterator[None]:
     """With these ends joined; tile: warps and stages of the entry; few: channels of a program of few, 0: as of many.
 
-    cuda: the head in CUDA C++, blocks and form.
+    cuda: the head in CUDA C++, blocks and form; longest: tokens of a row that attention's programs are for.
     """
     with contextlib.ExitStack() as stack:
         for module, joined in ((beside_gemv, entry), (drafts_head, head)):
@@ -172,6 +175,7 @@ def _ends(
         if cuda is not None:
             joined_head = functools.partial(draft_head_cuda.draw, *cuda)
             stack.enter_context(mock.patch.object(drafts_head, "draw", joined_head))
+        stack.enter_context(mock.patch.object(Passes, "longest", longest))
         gemv.tile_for.cache_clear()
         yield
     gemv.tile_for.cache_clear()
@@ -400,6 +404,7 @@ def main() -> None:
         "head and draw": (False, True, None),
         "both": (True, True, None),
         "both, 16 channels": (True, True, None, 0),
+        "both, rows of 512 at most": (True, True, None, None, None, 512),
         "both, entry 2 warps, 8 stages": (True, True, (2, 8)),
         "both, entry 1 warp, 5 stages": (True, True, (1, 5)),
         "both, entry 1 warp, 8 stages": (True, True, (1, 8)),
