@@ -25,6 +25,7 @@ __device__ inline u64 described(u32 at, u32 k_step, u32 line_step) {  // lines o
 }
 
 // x [K], weight [N, K] -> out [N], and cycles. The k / 8 th piece of a line lies at k / 8 * 128 + line * 16 of a group.
+// FLAT: those of the row lie one behind the other, so that its other lines are what follows.
 extern "C" __global__ void __launch_bounds__(128)
     by_group(const uint4* x, const uint4* weight, float* out, long long* took) {
     u32 base = (u32)__cvta_generic_to_shared(memory), lane = threadIdx.x % 32;
@@ -32,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(128)
     uint4* channels = row + K;  // 16 K bytes on
     for (u32 i = threadIdx.x; i < K; i += 128) row[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
-    for (u32 i = threadIdx.x; i < K / 8; i += 128) row[8 * i] = x[i];
+    for (u32 i = threadIdx.x; i < K / 8; i += 128) row[FLAT ? i : 8 * i] = x[i];
     for (u32 i = threadIdx.x; i < N * K / 8; i += 128) {
         u32 channel = i / (K / 8), piece = i % (K / 8);
         channels[channel / 8 * K + piece * 8 + channel % 8] = weight[i];
@@ -41,11 +42,11 @@ extern "C" __global__ void __launch_bounds__(128)
     __syncthreads();
     float sum[N / 2];
     for (u32 i = 0; i < N / 2; ++i) sum[i] = 0;
-    u64 first = described(base, 128, 0), second = described(base + 16 * K, 128, 16 * K);
+    u64 first = described(base, FLAT ? 16 : 128, 0), second = described(base + 16 * K, 128, 16 * K);
     long long begin = clock64();
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll 16
-    for (u32 i = 0; i < K / 16; ++i) step(sum, first + 16 * i, second + 16 * i);
+    for (u32 i = 0; i < K / 16; ++i) step(sum, first + (FLAT ? 2 : 16) * i, second + 16 * i);
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     for (u32 i = 0; i < N / 2; ++i) asm volatile("" : "+f"(sum[i]) :: "memory");
@@ -106,9 +107,9 @@ def _step(channels: int) -> str:
     return head + body + f'        : {sums} : "l"(first), "l"(second));\n}}\n'
 
 
-def _launch(name: str, channels: int, loads: int, threads: int, shared: int) -> tuple[torch.Tensor, int]:
-    """(sums of the first channels, cycles: the least of ten)."""
-    code = nvrtc.compile_cubin(_step(channels) + _HEAD, {"K": K, "N": channels, "LOADS": loads}, "sm_90a")
+def _launch(name: str, channels: int, form: int, threads: int, shared: int) -> tuple[torch.Tensor, int]:
+    """(sums of the first channels, cycles: the least of ten). form: LOADS or FLAT."""
+    code = nvrtc.compile_cubin(_step(channels) + _HEAD, {"K": K, "N": channels, "LOADS": form, "FLAT": form}, "sm_90a")
     function = driver.load(code, name, shared)
     out, took = torch.zeros(channels, device=CUDA), torch.zeros(1, dtype=torch.int64, device=CUDA)
     values = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (X, WEIGHT, out, took)]
@@ -129,10 +130,12 @@ def main() -> None:
     print(f"cycles of a step of {steps}: mma.sync out of shared memory {cycles / steps:.1f}", flush=True)
     print(f"  mma.sync in registers {_launch('by_warp', 16, 0, 32, row)[1] / steps:.1f}", flush=True)
     for channels in (8, 16, 24, 32):
-        out, cycles = _launch("by_group", channels, 0, 128, 16 * K + 2 * K * channels)
-        shared = min(channels, 16)
-        verdict = "same" if torch.equal(out[:shared], expected[:shared]) else "DIFFER"
-        print(f"  wgmma, {channels:2d} channels {cycles / steps:.1f}, bits {verdict}", flush=True)
+        for flat in (0, 1):
+            out, cycles = _launch("by_group", channels, flat, 128, 16 * K + 2 * K * channels)
+            shared = min(channels, 16)
+            verdict = "same" if torch.equal(out[:shared], expected[:shared]) else "DIFFER"
+            form = ", the row flat" if flat else ""
+            print(f"  wgmma, {channels:2d} channels {cycles / steps:.1f}, bits {verdict}{form}", flush=True)
     print(f"  (of plain torch {(X.float() @ WEIGHT[:8].float().t())[0].tolist()[:3]}, {expected[:3].tolist()})")
 
 
