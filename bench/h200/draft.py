@@ -35,6 +35,7 @@ from octavo.ops.decoder import PostOperands, post_attention
 from octavo.ops.embedding import beside_gemv
 from octavo.ops.embedding.beside import project_beside
 from octavo.ops.gemm import LinearWeight, gemv, pack_linear
+from octavo.ops.gemm.row import row_product
 from octavo.ops.inputs.tensors import DraftRows, RowTensors
 from octavo.ops.rope import Rotation, rope_table
 from octavo.ops.sampling import drafts_head
@@ -151,6 +152,17 @@ class Passes:
         return drafts, state
 
 
+def _product(
+    plain: Callable[..., None], x: Tensor, weight: Tensor, out: Tensor, *, activation: str | None = None, **given: Any
+) -> None:
+    """By `row_product` where that serves."""
+    sides = {"normed": given.get("norm") is not None, "adds": given.get("residual") is not None}
+    if out.dtype == x.dtype and row_product.serves(x, weight, activation, **sides):
+        row_product.product(x, weight, out, activation=activation, **given)
+    else:
+        plain(x, weight, out, activation=activation, **given)
+
+
 @contextlib.contextmanager
 def _ends(
     entry: bool,
@@ -159,10 +171,12 @@ def _ends(
     few: int | None = None,
     cuda: tuple[int, tuple[int, int, int, int]] | None = None,
     longest: int = 4096,
+    row: bool = False,
 ) -> Iterator[None]:
     """With these ends joined; tile: warps and stages of the entry; few: channels of a program of few, 0: as of many.
 
-    cuda: the head in CUDA C++, blocks and form; longest: tokens of a row that attention's programs are for.
+    cuda: the head in CUDA C++, blocks and form; longest: tokens of a row that attention's programs are for; row:
+    products of a row in CUDA C++.
     """
     with contextlib.ExitStack() as stack:
         for module, joined in ((beside_gemv, entry), (drafts_head, head)):
@@ -175,6 +189,8 @@ def _ends(
         if cuda is not None:
             joined_head = functools.partial(draft_head_cuda.draw, *cuda)
             stack.enter_context(mock.patch.object(drafts_head, "draw", joined_head))
+        if row:
+            stack.enter_context(mock.patch.object(gemv, "product", functools.partial(_product, gemv.product)))
         stack.enter_context(mock.patch.object(Passes, "longest", longest))
         gemv.tile_for.cache_clear()
         yield
@@ -202,14 +218,14 @@ def _least(graph: torch.cuda.CUDAGraph) -> float:
     return 1000 * min(a.elapsed_time(b) for a, b in itertools.pairwise(events))
 
 
-def _check_bits(drafter: Drafter, cuda: Any = None) -> None:
+def _check_bits(drafter: Drafter, cuda: Any = None, row: bool = False) -> None:
     """Joined ends in graphs, replayed over other tokens, states and temperatures, against separate kernels."""
     wrong, tried, different = 0, 0, set()
     for length in (300, 255, 1030):
         ours, theirs = Passes(drafter, length, 4), Passes(drafter, length, 4)
         graphs = []
         for passes, joined in ((ours, True), (theirs, False)):
-            with _ends(joined, joined, few=None if joined else 0, cuda=cuda if joined else None):
+            with _ends(joined, joined, few=None if joined else 0, cuda=cuda if joined else None, row=row and joined):
                 graphs.append(_captured(passes.run))
         for trial in range(60):
             state = torch.randn(1, SIZE, device=CUDA).to(BF16)
@@ -226,7 +242,7 @@ def _check_bits(drafter: Drafter, cuda: Any = None) -> None:
             same &= torch.equal(ours.table.token_ids, theirs.table.token_ids) and torch.equal(ours.kv, theirs.kv)
             wrong, tried = wrong + (not same), tried + 1
             different.add(tuple(torch.cat(drafts).tolist()))
-    name = "bits of CUDA C++" if cuda else "bits"
+    name = f"bits{' of CUDA C++' if cuda else ''}{' and its products' if row else ''}"
     print(f"{name}: {wrong} of {tried} runs of four drafts DIFFER; {len(different)} different drafts", flush=True)
 
 
@@ -391,10 +407,11 @@ def main() -> None:
     needs = ", ".join(f"{name} {1e6 * size / COPY:.1f}" for name, size in num_bytes.items())
     print(f"us of the bytes: {needs}, all {1e6 * sum(num_bytes.values()) / COPY:.1f}", flush=True)
     _try(_check_bits, drafter)
-    for form in ((132, (8, 4, 128, 3)), (264, (4, 5, 128, 0))):
-        _try(_check_bits, drafter, form)
+    for form, row in (((132, (8, 4, 128, 3)), False), ((264, (4, 5, 128, 0)), False), (None, True)):
+        _try(_check_bits, drafter, form, row)
     cuda = {"cuda": (132, (8, 4, 128, 3))}
-    for kind in (((False, False), {"few": 0}), ((True, True), {}), ((True, True), cuda)):
+    both = True, True
+    for kind in (((False, False), {"few": 0}), (both, {}), (both, cuda), (both, cuda | {"row": True})):
         _try(_profile, drafter, args.length, *kind)
     timer = Timer(drafter, args.length)
     kinds: dict[str, Any] = {
@@ -408,6 +425,8 @@ def main() -> None:
         "both, entry 2 warps, 8 stages": (True, True, (2, 8)),
         "both, entry 1 warp, 5 stages": (True, True, (1, 5)),
         "both, entry 1 warp, 8 stages": (True, True, (1, 8)),
+        "both, CUDA products": (True, True, None, None, None, 4096, True),
+        "CUDA products and head, 3": (True, True, None, None, (132, (8, 4, 128, 3)), 4096, True),
         "CUDA 132, 8 warps, 4 stages, 0": (True, True, None, None, (132, (8, 4, 128, 0))),
         "CUDA 132, 8 warps, 4 stages, 2": (True, True, None, None, (132, (8, 4, 128, 2))),
         "CUDA 132, 8 warps, 4 stages, 3": (True, True, None, None, (132, (8, 4, 128, 3))),

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ from octavo.ops.decoder import DecoderLayerOperands, post_attention, project
 from octavo.ops.embedding import gpu as embedding
 from octavo.ops.gemm import LinearWeight, cluster_gemm, gemv, held_gemm, pack_linear, skinny_gemm, streamed_gemm
 from octavo.ops.gemm.fused import normed_logits
+from octavo.ops.gemm.row import row_product
 from octavo.ops.rope import Rotation, rope_table
 from octavo.ops.rope import gpu as rope
 from octavo.ops.sampling import gpu as sampling
@@ -213,6 +215,17 @@ def _without(owner: Any, name: str = "serves") -> Iterator[None]:
         yield
 
 
+def _product(
+    plain: Callable[..., None], x: Tensor, weight: Tensor, out: Tensor, *, activation: str | None = None, **given: Any
+) -> None:
+    """By `row_product` where that serves."""
+    sides = {"normed": given.get("norm") is not None, "adds": given.get("residual") is not None}
+    if out.dtype == x.dtype and row_product.serves(x, weight, activation, **sides):
+        row_product.product(x, weight, out, activation=activation, **given)
+    else:
+        plain(x, weight, out, activation=activation, **given)
+
+
 @contextlib.contextmanager
 def _sixteen_channels() -> Iterator[None]:
     """Of a row's products by few channels, where a program has eight now."""
@@ -276,6 +289,13 @@ def _time_rows(layers: list[DecoderLayerOperands], heads: Heads, length: int) ->
                 other, least = step.time(_same)
         verdict = "same" if torch.equal(found, other) else "DIFFER"
         print(f"    {rows:2d} x {queries:2d}                          {now:8.2f}  {least:8.2f}  {verdict}", flush=True)
+        if before is None:
+            with mock.patch.object(gemv, "product", functools.partial(_product, gemv.product)):
+                other, least = step.time(_same)
+            verdict = "same" if torch.equal(found, other) else "DIFFER"
+            print(
+                f"    {rows:2d} x {queries:2d} products in CUDA C++     {least:8.2f}            {verdict}", flush=True
+            )
 
 
 def _time_apart(layers: list[DecoderLayerOperands], heads: Heads, length: int) -> None:

@@ -280,3 +280,28 @@ static u64 keep_larger(u64* at, u64 x) { u64 y = *at; if (x > y) *at = x; return
 static u32 count_up(u32* at) { return (*at)++; }
 static u64 take(u64* at) { u64 x = *at; *at = 0; return x; }
 static float fused(float x, float y, float z) { return fmaf(x, y, z); }
+static u32 read16(u64 at) { u16 x; memcpy(&x, (void*)at, 2); return x; }
+static void write16(u64 at, u32 x) { u16 y = x; memcpy((void*)at, &y, 2); }
+static float rounded(float x) { return widened(pack(x, x) & 0xffff); }
+
+// Four warps' matrix unit: of its 64 lines the first alone, whose sums are with the first four lanes.
+static u64 described(u32 at, u32 k_step, u32 group_step) {
+    return (u64)(at >> 4 & 0x3fff) | (u64)(k_step >> 4) << 16 | (u64)(group_step >> 4) << 32;
+}
+static float described_number(u64 descriptor, u32 line, u32 k) {
+    u32 at = (descriptor & 0x3fff) << 4, k_step = (descriptor >> 16 & 0x3fff) << 4, group = (descriptor >> 32 & 0x3fff) << 4;
+    u16 x;
+    memcpy(&x, memory + at + k / 8 * k_step + line / 8 * group + line % 8 * 16 + k % 8 * 2, 2);
+    return widened(x);
+}
+template <int COUNT> static void begin_steps(float (&)[COUNT]) {}
+template <int COUNT> static void end_steps(float (&)[COUNT]) {}
+template <int COUNT> static void step(float (&sum)[COUNT], u64 first, u64 second) {
+    if (current >= 4) return;
+    for (u32 i = 0; i < COUNT / 4; ++i)
+        for (u32 of_two = 0; of_two < 2; ++of_two)
+            for (u32 k = 0; k < 16; ++k)
+                sum[4 * i + of_two] = plus(
+                    sum[4 * i + of_two],
+                    times(described_number(first, 0, k), described_number(second, 8 * i + 2 * current + of_two, k)));
+}

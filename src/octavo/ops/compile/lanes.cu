@@ -186,3 +186,28 @@ __device__ inline u32 count_up(u32* at) {
     return before;
 }
 __device__ inline u64 take(u64* at) { return atomicExch((unsigned long long*)at, 0); }
+__device__ inline u32 read16(u64 at) {
+    u16 x;
+    asm volatile("ld.global.b16 %0, [%1];" : "=h"(x) : "l"(at) : "memory");
+    return x;
+}
+__device__ inline void write16(u64 at, u32 x) {
+    asm volatile("st.global.b16 [%0], %1;" :: "l"(at), "h"((u16)x) : "memory");
+}
+__device__ inline float rounded(float x) { return widened(pack(x, x) & 0xffff); }
+
+// Four warps' matrix unit, which reads shared memory by descriptors: groups of 8 lines of 16 bytes, 8 of k, side by side.
+__device__ inline u64 described(u32 at, u32 k_step, u32 group_step) {
+    return (u64)(at >> 4 & 0x3fff) | (u64)(k_step >> 4) << 16 | (u64)(group_step >> 4) << 32;
+}
+template <int COUNT> __device__ inline void begin_steps(float (&sum)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(sum[i]) :: "memory");
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+template <int COUNT> __device__ inline void end_steps(float (&sum)[COUNT]) {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(sum[i]) :: "memory");
+}

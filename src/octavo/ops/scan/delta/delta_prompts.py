@@ -10,6 +10,7 @@ import ctypes
 
 import torch
 
+from octavo.ops.compile import loaded
 from octavo.ops.scan.delta import loading
 
 serves, macros = loading.serves, loading.macros
@@ -38,4 +39,4 @@ def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
 
 def launch(told: Told, num_rows: int, own: dict[str, int | str], device: torch.device) -> None:
     """Run it. Ask `is_loaded` first."""
-    loading.run("delta_prompts", told, num_rows * int(own["HEADS"]), 256, SHARED, own, device)
+    loaded.run("delta_prompts", told, num_rows * int(own["HEADS"]), 256, SHARED, own, device)
