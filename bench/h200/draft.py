@@ -406,14 +406,10 @@ def main() -> None:
     num_bytes = {name: 2 * weight.numel() for name, weight in drafter.weights().items()}
     needs = ", ".join(f"{name} {1e6 * size / COPY:.1f}" for name, size in num_bytes.items())
     print(f"us of the bytes: {needs}, all {1e6 * sum(num_bytes.values()) / COPY:.1f}", flush=True)
+    both, head, timer = (True, True), (132, (8, 4, 128, 3)), Timer(drafter, args.length)
     _try(_check_bits, drafter)
-    for form, row in (((132, (8, 4, 128, 3)), False), ((264, (4, 5, 128, 0)), False), (None, True)):
-        _try(_check_bits, drafter, form, row)
-    cuda = {"cuda": (132, (8, 4, 128, 3))}
-    both = True, True
-    for kind in (((False, False), {"few": 0}), (both, {}), (both, cuda), (both, cuda | {"row": True})):
+    for kind in (((False, False), {"few": 0}), (both, {})):
         _try(_profile, drafter, args.length, *kind)
-    timer = Timer(drafter, args.length)
     kinds: dict[str, Any] = {
         "eight kernels, 16 channels": (False, False, None, 0),
         "eight kernels": (False, False, None),
@@ -425,19 +421,27 @@ def main() -> None:
         "both, entry 2 warps, 8 stages": (True, True, (2, 8)),
         "both, entry 1 warp, 5 stages": (True, True, (1, 5)),
         "both, entry 1 warp, 8 stages": (True, True, (1, 8)),
-        "both, CUDA products": (True, True, None, None, None, 4096, True),
-        "CUDA products and head, 3": (True, True, None, None, (132, (8, 4, 128, 3)), 4096, True),
-        "CUDA 132, 8 warps, 4 stages, 0": (True, True, None, None, (132, (8, 4, 128, 0))),
-        "CUDA 132, 8 warps, 4 stages, 2": (True, True, None, None, (132, (8, 4, 128, 2))),
-        "CUDA 132, 8 warps, 4 stages, 3": (True, True, None, None, (132, (8, 4, 128, 3))),
-        "CUDA 132, 8 warps, 4 stages, 4": (True, True, None, None, (132, (8, 4, 128, 4))),
-        "CUDA 132, 8 warps, 6 stages, 3": (True, True, None, None, (132, (8, 6, 128, 3))),
-        "CUDA 264, 4 warps, 5 stages, 0": (True, True, None, None, (264, (4, 5, 128, 0))),
-        "CUDA 264, 4 warps, 5 stages, 3": (True, True, None, None, (264, (4, 5, 128, 3))),
     }
     _try(_time_all, timer, kinds)
     if args.windows:
         _try(_time_windows, timer)
+    for form in (head, (264, (4, 5, 128, 0))):
+        _try(_check_bits, drafter, form)
+    _try(_profile, drafter, args.length, both, {"cuda": head})
+    kinds = {"both": (True, True, None)}
+    for stages, kept in ((4, 0), (4, 2), (4, 3), (4, 4), (6, 3)):
+        kinds[f"head in CUDA C++, {stages} stages, {kept}/8"] = (True, True, None, None, (132, (8, stages, 128, kept)))
+    for kept in (0, 3):
+        kinds[f"2 blocks, 4 warps, 5 stages, {kept}/8"] = (True, True, None, None, (264, (4, 5, 128, kept)))
+    _try(_time_all, timer, kinds)
+    _try(_check_bits, drafter, None, True)
+    _try(_profile, drafter, args.length, both, {"cuda": head, "row": True})
+    kinds = {
+        "both": (True, True, None),
+        "both, products in CUDA C++": (True, True, None, None, None, 4096, True),
+        "head and products in CUDA C++": (True, True, None, None, head, 4096, True),
+    }
+    _try(_time_all, timer, kinds)
     print(f"{time.monotonic() - began:.0f} s", flush=True)
 
 

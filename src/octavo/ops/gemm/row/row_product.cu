@@ -82,10 +82,12 @@ extern "C" __global__ void __launch_bounds__(128) row_product(const __grid_const
     float sum[LINES / 2];
 #pragma unroll
     for (u32 i = 0; i < LINES / 2; ++i) sum[i] = 0;
-    const u64 row = described(base + ROW, 16, 0), weights = described(base + WEIGHTS, 128, 16 * K);
+    u64 row = described(base + ROW, 16, 0), weights = described(base + WEIGHTS, 128, 16 * K);
     begin_steps(sum);
-#pragma unroll 16
-    for (u32 i = 0; i < K / 16; ++i) step(sum, row + 2 * i, weights + 16 * i);
+#pragma unroll 1
+    for (u32 i = 0; i < K / 256; ++i, row += 32, weights += 256)
+#pragma unroll
+        for (u32 j = 0; j < 16; ++j) step(sum, row + 2 * j, weights + 16 * j);
     end_steps(sum);
     if (warp) return;
     if (lane < 4)
