@@ -35,7 +35,7 @@ from octavo.ops.decoder import PostOperands, post_attention
 from octavo.ops.embedding import beside_gemv
 from octavo.ops.embedding.beside import project_beside
 from octavo.ops.gemm import LinearWeight, gemv, pack_linear
-from octavo.ops.gemm.row import row_product
+from octavo.ops.gemm.row import row_entry, row_product
 from octavo.ops.inputs.tensors import DraftRows, RowTensors
 from octavo.ops.rope import Rotation, rope_table
 from octavo.ops.sampling import drafts_head
@@ -157,10 +157,16 @@ def _product(
 ) -> None:
     """By `row_product` where that serves."""
     sides = {"normed": given.get("norm") is not None, "adds": given.get("residual") is not None}
-    if out.dtype == x.dtype and row_product.serves(x, weight, activation, **sides):
+    if out.dtype == x.dtype and row_product.serves(x, weight, activation, **sides, plain=plain):
         row_product.product(x, weight, out, activation=activation, **given)
     else:
         plain(x, weight, out, activation=activation, **given)
+
+
+def _project(*args: Any, normed: bool, behind_draw: bool) -> tuple[Tensor, Tensor]:
+    """By `row_entry`."""
+    assert row_entry.is_found(SIZE, CUDA, whole=not behind_draw)
+    return row_entry.project(*args, normed=normed, behind_draw=behind_draw)
 
 
 @contextlib.contextmanager
@@ -172,11 +178,12 @@ def _ends(
     cuda: tuple[int, tuple[int, int, int, int]] | None = None,
     longest: int = 4096,
     row: bool = False,
+    first: bool = False,
 ) -> Iterator[None]:
     """With these ends joined; tile: warps and stages of the entry; few: channels of a program of few, 0: as of many.
 
     cuda: the head in CUDA C++, blocks and form; longest: tokens of a row that attention's programs are for; row:
-    products of a row in CUDA C++.
+    products of a row in CUDA C++; first: the entry in CUDA C++.
     """
     with contextlib.ExitStack() as stack:
         for module, joined in ((beside_gemv, entry), (drafts_head, head)):
@@ -191,6 +198,8 @@ def _ends(
             stack.enter_context(mock.patch.object(drafts_head, "draw", joined_head))
         if row:
             stack.enter_context(mock.patch.object(gemv, "product", functools.partial(_product, gemv.product)))
+        if first:
+            stack.enter_context(mock.patch.object(beside_gemv, "project", _project))
         stack.enter_context(mock.patch.object(Passes, "longest", longest))
         gemv.tile_for.cache_clear()
         yield
@@ -218,14 +227,15 @@ def _least(graph: torch.cuda.CUDAGraph) -> float:
     return 1000 * min(a.elapsed_time(b) for a, b in itertools.pairwise(events))
 
 
-def _check_bits(drafter: Drafter, cuda: Any = None, row: bool = False) -> None:
+def _check_bits(drafter: Drafter, cuda: Any = None, row: bool = False, first: bool = False) -> None:
     """Joined ends in graphs, replayed over other tokens, states and temperatures, against separate kernels."""
     wrong, tried, different = 0, 0, set()
     for length in (300, 255, 1030):
         ours, theirs = Passes(drafter, length, 4), Passes(drafter, length, 4)
         graphs = []
         for passes, joined in ((ours, True), (theirs, False)):
-            with _ends(joined, joined, few=None if joined else 0, cuda=cuda if joined else None, row=row and joined):
+            more = {"cuda": cuda, "row": row, "first": first} if joined else {"few": 0}
+            with _ends(joined, joined, **more):
                 graphs.append(_captured(passes.run))
         for trial in range(60):
             state = torch.randn(1, SIZE, device=CUDA).to(BF16)
@@ -242,7 +252,9 @@ def _check_bits(drafter: Drafter, cuda: Any = None, row: bool = False) -> None:
             same &= torch.equal(ours.table.token_ids, theirs.table.token_ids) and torch.equal(ours.kv, theirs.kv)
             wrong, tried = wrong + (not same), tried + 1
             different.add(tuple(torch.cat(drafts).tolist()))
-    name = f"bits{' of CUDA C++' if cuda else ''}{' and its products' if row else ''}"
+    name = (
+        f"bits{' of CUDA C++' if cuda else ''}{' and its products' if row else ''}{' and its entry' if first else ''}"
+    )
     print(f"{name}: {wrong} of {tried} runs of four drafts DIFFER; {len(different)} different drafts", flush=True)
 
 
@@ -440,6 +452,14 @@ def main() -> None:
         "both": (True, True, None),
         "both, products in CUDA C++": (True, True, None, None, None, 4096, True),
         "head and products in CUDA C++": (True, True, None, None, head, 4096, True),
+    }
+    _try(_time_all, timer, kinds)
+    _try(_check_bits, drafter, head, True, True)
+    _try(_profile, drafter, args.length, both, {"cuda": head, "row": True, "first": True})
+    kinds = {
+        "both": (True, True, None),
+        "both, entry in CUDA C++": (True, True, None, None, None, 4096, False, True),
+        "all in CUDA C++": (True, True, None, None, head, 4096, True, True),
     }
     _try(_time_all, timer, kinds)
     print(f"{time.monotonic() - began:.0f} s", flush=True)

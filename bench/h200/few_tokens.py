@@ -220,7 +220,7 @@ def _product(
 ) -> None:
     """By `row_product` where that serves."""
     sides = {"normed": given.get("norm") is not None, "adds": given.get("residual") is not None}
-    if out.dtype == x.dtype and row_product.serves(x, weight, activation, **sides):
+    if out.dtype == x.dtype and row_product.serves(x, weight, activation, **sides, plain=plain):
         row_product.product(x, weight, out, activation=activation, **given)
     else:
         plain(x, weight, out, activation=activation, **given)

@@ -282,6 +282,8 @@ static u64 take(u64* at) { u64 x = *at; *at = 0; return x; }
 static float fused(float x, float y, float z) { return fmaf(x, y, z); }
 static u32 read16(u64 at) { u16 x; memcpy(&x, (void*)at, 2); return x; }
 static void write16(u64 at, u32 x) { u16 y = x; memcpy((void*)at, &y, 2); }
+static u64 read8(u64 at) { u64 x; memcpy(&x, (void*)at, 8); return x; }
+static void write4(u64 at, u32 x) { memcpy((void*)at, &x, 4); }
 static float rounded(float x) { return widened(pack(x, x) & 0xffff); }
 
 // Four warps' matrix unit: of its 64 lines the first alone, whose sums are with the first four lanes.

@@ -194,6 +194,12 @@ __device__ inline u32 read16(u64 at) {
 __device__ inline void write16(u64 at, u32 x) {
     asm volatile("st.global.b16 [%0], %1;" :: "l"(at), "h"((u16)x) : "memory");
 }
+__device__ inline u64 read8(u64 at) {
+    u64 x;
+    asm volatile("ld.global.b64 %0, [%1];" : "=l"(x) : "l"(at) : "memory");
+    return x;
+}
+__device__ inline void write4(u64 at, u32 x) { asm volatile("st.global.b32 [%0], %1;" :: "l"(at), "r"(x) : "memory"); }
 __device__ inline float rounded(float x) { return widened(pack(x, x) & 0xffff); }
 
 // Four warps' matrix unit, which reads shared memory by descriptors: groups of 8 lines of 16 bytes, 8 of k, side by side.

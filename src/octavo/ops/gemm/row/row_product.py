@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.ops import compile
 from octavo.ops.activation import GATED_KINDS
-from octavo.ops.compile import loaded
+from octavo.ops.compile import loaded, side_by_side, validation_cache
 from octavo.ops.gemm.gemm_pipeline import is_hopper
 
 _KERNEL = "row_product"
 _THREADS, _MAX_LINES = 128, 64
 _MAX_BYTES = 100 << 10  # of the weights that a processor holds for a kernel: two kernels share it
 _K = 1024, 2048, 3072
+_CHECKED = 8  # rows, each alone
+_LOG = logging.getLogger(__name__)
+_agreed: dict[tuple[object, ...], bool] = {}
 
 
 class Told(ctypes.Structure):
@@ -60,8 +66,18 @@ def shared_bytes(own: loaded.Macros) -> int:
 @functools.cache
 def source(lines: int) -> str:
     """The kernel's text, behind a lane's instructions and the matrix unit's."""
+    return text_of(_KERNEL, lines)
+
+
+def text_of(kernel: str, lines: int) -> str:
+    """Of a kernel of this folder."""
     lanes = Path(compile.__file__).with_name("lanes.cu").read_text(encoding="utf-8")
-    return lanes + _step(lines // 2) + Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    return lanes + _step(lines // 2) + own_source(kernel)
+
+
+def own_source(kernel: str) -> str:
+    """Of this folder."""
+    return "".join(Path(__file__).with_name(f"{each}.cu").read_text(encoding="utf-8") for each in ("row_norm", kernel))
 
 
 def _step(count: int) -> str:
@@ -81,8 +97,13 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def serves(x: Tensor, weight: Tensor, activation: str | None, *, normed: bool, adds: bool) -> bool:
-    """Whether x [1, K] by weight [N, K] runs here: bfloat16; silu or no activation. Not first in a capture."""
+def serves(
+    x: Tensor, weight: Tensor, activation: str | None, *, normed: bool, adds: bool, plain: Callable[..., None]
+) -> bool:
+    """Whether x [1, K] by weight [N, K] runs here: bfloat16; silu or no activation. Not first in a capture.
+
+    plain: as `product`, by the kernel whose bits it must have.
+    """
     (num_rows, k), gated = x.shape, activation in GATED_KINDS
     if num_rows != 1 or k not in _K or (normed and k & (k - 1)) or activation not in (None, "silu"):
         return False
@@ -93,7 +114,43 @@ def serves(x: Tensor, weight: Tensor, activation: str | None, *, normed: bool, a
         return False
     own = macros(k, lines, normed=normed, gated=gated, adds=adds)
     text = functools.partial(source, lines)
-    return loaded.is_found(_KERNEL, text, shared_bytes(own), own, x.device, "products of one row run")
+    found = loaded.is_found(_KERNEL, text, shared_bytes(own), own, x.device, "products of one row run")
+    return found and _agrees(own, weight, activation, plain)
+
+
+def _agrees(own: loaded.Macros, weight: Tensor, activation: str | None, plain: Callable[..., None]) -> bool:
+    """Whether the kernel has the other's bits: found once for a shape, unless a graph is captured."""
+    what = weight.device.index, *weight.shape, *own.items()
+    if what not in _agreed:
+        if side_by_side.current() is not None:
+            return True
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        told = [_KERNEL, *weight.shape, sorted(map(str, own.items()))]
+        compare = functools.partial(_multiplies_alike, weight, activation, plain, bool(own["NORM"]), bool(own["ADD"]))
+        _agreed[what] = validation_cache.holds(told, weight.device, compare)
+        if not _agreed[what]:
+            _LOG.warning("the kernel for products of one row sums in another order than Triton's, which runs instead")
+    return _agreed[what]
+
+
+def _multiplies_alike(
+    weight: Tensor, activation: str | None, plain: Callable[..., None], normed: bool, adds: bool
+) -> bool:
+    """Of rows of many sizes, and a weight in which no number is zero."""
+    (n, k), device, generator = weight.shape, weight.device, torch.Generator(weight.device).manual_seed(0)
+    spread = torch.rand(_CHECKED, k, generator=generator, device=device) * 16 - 8
+    x = (torch.randn(spread.shape, generator=generator, device=device) * spread.exp2()).to(weight.dtype)
+    weight = (torch.randn(n, k, generator=generator, device=device) * 0.02).to(weight.dtype)
+    width = n // 2 if activation in GATED_KINDS else n
+    norm = torch.rand(k, generator=generator, device=device) + 0.5 if normed else None
+    ours, theirs = x.new_empty(_CHECKED, width), x.new_empty(_CHECKED, width)
+    for row in range(_CHECKED):
+        residual = spread[row : row + 1, :1].expand(1, width).to(x.dtype).contiguous() if adds else None
+        given: dict[str, Any] = {"norm": norm, "eps": 1e-6, "residual": residual, "activation": activation}
+        for multiply, out in ((product, ours), (plain, theirs)):
+            multiply(x[row : row + 1], weight, out[row : row + 1], **given)
+    return torch.equal(ours, theirs)
 
 
 def product(
