@@ -19,36 +19,46 @@ constexpr u32 ROW = 0, RING = 2 * K + 128;
 
 __device__ inline i64 whole(u64 at) { return (i64)read8(at); }
 
-// The weights of a part set out.
-__device__ inline void ask(const Told& told, u32 ring, u32 part) {
+// The weights of a part set out: 16 pieces of 8 lines at a time. own: a thread's first place in the weight.
+__device__ inline void ask(u64 own, u32 ring, u32 part) {
+    static_assert(PIECES % 16 == 0, "a thread has whole turns");
     if (part < PARTS)
-        for (u32 i = thread(); i < LINES * PIECES; i += 128) {
-            u32 line = i / (8 * PIECES) * 8 + i % 8, piece = i / 8 % PIECES;
-            u64 channel = block() * LINES + line;
-            copy16(ring + part % STAGES * STAGE + 16 * i, told.weight + 2 * (channel * K + part * PART + 8 * piece), 16);
+#pragma unroll
+        for (u32 turn = 0; turn < LINES * PIECES / 128; ++turn) {
+            u32 group = turn / (PIECES / 16), piece = turn % (PIECES / 16) * 16;
+            copy16(ring + part % STAGES * STAGE + 16 * (thread() + 128 * turn),
+                   own + 2 * (part * PART + 8 * group * K + 8 * piece), 16);
         }
     commit();
 }
 
-template <u32 PART_OF> __device__ inline void add_part(const Told& told, float (&sum)[LINES / 2], u32 base) {
-    arrived<STAGES - 1>();  // of so many parts behind it, there or not
-    begin_copies();
-    together();
-    u64 row = described(base + ROW + 2 * PART * PART_OF, 16, 0);
-    u64 weights = described(base + RING + PART_OF % STAGES * STAGE, 128, 16 * PART);
+// What is there of the ring before the row is waits for it; what fills it again is waited for by itself.
+template <u32 NUMBER> __device__ inline void add_part(float (&sum)[LINES / 2], u64 own, u32 base) {
+    if (NUMBER == 0 || NUMBER >= STAGES) {
+        if constexpr (NUMBER == 0)
+            arrived<0>();
+        else
+            arrived<STAGES - 1>();  // of so many parts asked for behind it, there or not
+        begin_copies();
+        together();
+    }
+    u64 row = described(base + ROW + 2 * PART * NUMBER, 16, 0);
+    u64 weights = described(base + RING + NUMBER % STAGES * STAGE, 128, 16 * PART);
     begin_steps(sum);
 #pragma unroll
     for (u32 i = 0; i < PART / 16; ++i) step(sum, row + 2 * i, weights + 16 * i);
     end_steps(sum);
-    if (PART_OF + STAGES < PARTS) together();
-    ask(told, base + RING, PART_OF + STAGES);
-    if constexpr (PART_OF + 1 < PARTS) add_part<PART_OF + 1>(told, sum, base);
+    if (NUMBER + STAGES < PARTS) together();
+    ask(own, base + RING, NUMBER + STAGES);
+    if constexpr (NUMBER + 1 < PARTS) add_part<NUMBER + 1>(sum, own, base);
 }
 
 extern "C" __global__ void __launch_bounds__(128) row_entry(const __grid_constant__ Told told) {
     if (!WHOLE) let_next_begin();
     const u32 lane = thread() % 32, warp = thread() / 32, base = (u32)__cvta_generic_to_shared(memory);
-    for (u32 part = 0; part < STAGES; ++part) ask(told, base + RING, part);
+    const u64 own = told.weight + 2 * ((u64)(block() * LINES + thread() % 8) * K + thread() / 8 * 8);
+#pragma unroll
+    for (u32 part = 0; part < STAGES; ++part) ask(own, base + RING, part);
     if (WHOLE) wait_for_before(), let_next_begin();
     i64 place = told.pick ? whole(told.pick) : 0;
     u64 state = told.states + 2 * place * told.states_row;
@@ -59,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(128) row_entry(const __grid_constan
     float sum[LINES / 2];
 #pragma unroll
     for (u32 i = 0; i < LINES / 2; ++i) sum[i] = 0;
-    add_part<0>(told, sum, base);
+    add_part<0>(sum, own, base);
     if (told.own && !block())
         for (u32 i = thread(); i < SIZE / 8; i += 128)
             write(told.own + 16 * i, told.keeps_normed ? get4(base + ROW + 2 * SIZE + 16 * i) : read(state + 16 * i));

@@ -18,10 +18,14 @@ constexpr u32 ROW = 0, SUMS = 2 * K + 128, WEIGHTS = (SUMS + 4 * LINES + 127) / 
 extern "C" __global__ void __launch_bounds__(128) row_product(const __grid_constant__ Told told) {
     let_next_begin();
     const u32 lane = thread() % 32, warp = thread() / 32, base = (u32)__cvta_generic_to_shared(memory);
-    for (u32 i = thread(); i < LINES * PIECES; i += 128) {
-        u32 line = i / (8 * PIECES) * 8 + i % 8, piece = i / 8 % PIECES;
+    static_assert(PIECES % 16 == 0, "a thread has whole turns");
+    for (u32 group = 0; group < LINES / 8; ++group) {
+        u32 line = group * 8 + thread() % 8;
         u32 channel = block() * CHANNELS + (line < CHANNELS ? line : told.ups + line - CHANNELS);
-        copy16(base + WEIGHTS + 16 * i, told.weight + 2 * ((u64)channel * K + 8 * piece), 16);
+        u64 own = told.weight + 2 * ((u64)channel * K + thread() / 8 * 8);
+        u32 to = base + WEIGHTS + 16 * (group * 8 * PIECES + thread());
+#pragma unroll 16
+        for (u32 turn = 0; turn < PIECES / 16; ++turn) copy16(to + 2048 * turn, own + 256 * turn, 16);
     }
     commit();
     wait_for_before();
