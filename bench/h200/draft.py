@@ -1,28 +1,24 @@
 """What a draft of an EAGLE-3-shaped drafter takes beside 0.6b, one row: its eight kernels, and both ends of it joined.
 
-    python bench/h200/draft.py [--length 300] [--windows]
+    python bench/h200/draft.py [--length 300] [--forms]
 
-Four passes as behind a step of one row, in one CUDA graph, behind copies that leave none of their weights in the L2.
+Four passes as behind a step of one row, in one CUDA graph, behind a read that leaves none of their weights in the L2.
 First bits: drafts, the state and the cache of joined ends against the kernels one by one, over many tokens, rows and
-temperatures. Then microseconds a draft, by turns, behind the copies (as an engine's steps) and one pass behind another;
-other tiles of the entry; and each kernel's microseconds, by the profiler, from the end of what began before it beside
-what its bytes need. --windows: with shares of the weights kept in the L2 by access windows of a graph's nodes. Some
-40 s.
+temperatures. Then microseconds a draft, by turns, behind that read (as an engine's steps) and one pass behind another;
+and each kernel's microseconds, by the profiler, from the end of what began before it. --forms: the head's kernel with
+more and less of its weights asked for early, other blocks and rings, the entry's other tiles. Some 30 s.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-import draft_head_cuda
 import torch
 from torch import Tensor
 
@@ -30,12 +26,10 @@ from octavo.bench import gpu_profile
 from octavo.ops.attention import rope_decode
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.attention.paged_plan import Heads, Planner, Scratch
-from octavo.ops.compile import driver
 from octavo.ops.decoder import PostOperands, post_attention
 from octavo.ops.embedding import beside_gemv
 from octavo.ops.embedding.beside import project_beside
-from octavo.ops.gemm import LinearWeight, gemv, pack_linear
-from octavo.ops.gemm.row import row_entry, row_product
+from octavo.ops.gemm import LinearWeight, pack_linear
 from octavo.ops.inputs.tensors import DraftRows, RowTensors
 from octavo.ops.rope import Rotation, rope_table
 from octavo.ops.sampling import drafts_head
@@ -44,9 +38,8 @@ from octavo.ops.sampling.drafts import draw_drafts_of
 BF16, CUDA, BLOCK, EPS = torch.bfloat16, torch.device("cuda"), 64, 1e-6
 SIZE, INNER, HEADS, PLACES, VOCAB = 1024, 3072, Heads(16, 8, 128), 32000, 151936
 MASK = MaskSpec(scale=128**-0.5)
-COPY = 4.3e12  # bytes a second, read and written, that a copy moves
-_PROFILED, _FLUSHED = 8, 256 << 20
-_WINDOW, _PERSISTING, _STREAMING, _PERSISTING_LIMIT, _MAX_PERSISTING, _L2_BYTES = 1, 2, 1, 6, 108, 38
+COPY = 4.3e12  # bytes a second
+_PROFILED, _FLUSHED = 8, 128 << 20  # replays; numbers that are read
 
 
 class Drafter:
@@ -91,8 +84,6 @@ class Drafter:
 class Passes:
     """So many passes of a row behind its first `length` tokens."""
 
-    longest = 4096  # that graphs are captured for
-
     def __init__(self, drafter: Drafter, length: int, count: int) -> None:
         """The row's tensors."""
         ints: dict[str, Any] = {"dtype": torch.int32, "device": CUDA}
@@ -125,7 +116,7 @@ class Passes:
                 self.seq_lens[place],
                 num_tokens=1,
                 max_query_len=1,
-                max_seq_len=self.longest,
+                max_seq_len=4096,
                 for_capture=True,
             )
             sides = token, own.table, 1.0, state, own.norms, EPS
@@ -152,66 +143,28 @@ class Passes:
         return drafts, state
 
 
-def _product(
-    plain: Callable[..., None], x: Tensor, weight: Tensor, out: Tensor, *, activation: str | None = None, **given: Any
-) -> None:
-    """By `row_product` where that serves."""
-    sides = {"normed": given.get("norm") is not None, "adds": given.get("residual") is not None}
-    if out.dtype == x.dtype and row_product.serves(x, weight, activation, **sides, plain=plain):
-        row_product.product(x, weight, out, activation=activation, **given)
-    else:
-        plain(x, weight, out, activation=activation, **given)
-
-
-def _project(*args: Any, normed: bool, behind_draw: bool) -> tuple[Tensor, Tensor]:
-    """By `row_entry`."""
-    assert row_entry.is_found(SIZE, CUDA, whole=not behind_draw)
-    return row_entry.project(*args, normed=normed, behind_draw=behind_draw)
-
-
 @contextlib.contextmanager
-def _ends(
-    entry: bool,
-    head: bool,
-    tile: tuple[int, int] | None = None,
-    few: int | None = None,
-    cuda: tuple[int, tuple[int, int, int, int]] | None = None,
-    longest: int = 4096,
-    row: bool = False,
-    first: bool = False,
-) -> Iterator[None]:
-    """With these ends joined; tile: warps and stages of the entry; few: channels of a program of few, 0: as of many.
-
-    cuda: the head in CUDA C++, blocks and form; longest: tokens of a row that attention's programs are for; row:
-    products of a row in CUDA C++; first: the entry in CUDA C++.
-    """
+def _ends(entry: bool, head: bool, tile: tuple[int, int] | None = None, **form: int) -> Iterator[None]:
+    """With these ends joined; tile: warps and stages of the entry; form: of the head's kernel, see `drafts_head`."""
     with contextlib.ExitStack() as stack:
         for module, joined in ((beside_gemv, entry), (drafts_head, head)):
             if not joined:
                 stack.enter_context(mock.patch.object(module, "serves", lambda *args: False))
         if tile is not None:
             stack.enter_context(mock.patch.object(beside_gemv, "tile_for", lambda *shape: beside_gemv.Tile(*tile)))
-        if few is not None:
-            stack.enter_context(mock.patch.object(gemv, "_FEW_CHANNELS", few))
-        if cuda is not None:
-            joined_head = functools.partial(draft_head_cuda.draw, *cuda)
-            stack.enter_context(mock.patch.object(drafts_head, "draw", joined_head))
-        if row:
-            stack.enter_context(mock.patch.object(gemv, "product", functools.partial(_product, gemv.product)))
-        if first:
-            stack.enter_context(mock.patch.object(beside_gemv, "project", _project))
-        stack.enter_context(mock.patch.object(Passes, "longest", longest))
-        gemv.tile_for.cache_clear()
+        for name, value in form.items():
+            stack.enter_context(mock.patch.object(drafts_head, name, value))
+        drafts_head.macros.cache_clear()
         yield
-    gemv.tile_for.cache_clear()
+    drafts_head.macros.cache_clear()
 
 
-def _captured(run: Callable[[], Any], *, keep: bool = False) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """(a graph, not yet instantiated if `keep`; what it leaves)."""
+def _captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """(a graph, what it leaves)."""
     for _ in range(2):
         run()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph(keep_graph=True) if keep else torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = run()
     return graph, result
@@ -227,15 +180,14 @@ def _least(graph: torch.cuda.CUDAGraph) -> float:
     return 1000 * min(a.elapsed_time(b) for a, b in itertools.pairwise(events))
 
 
-def _check_bits(drafter: Drafter, cuda: Any = None, row: bool = False, first: bool = False) -> None:
+def _check_bits(drafter: Drafter) -> None:
     """Joined ends in graphs, replayed over other tokens, states and temperatures, against separate kernels."""
     wrong, tried, different = 0, 0, set()
     for length in (300, 255, 1030):
         ours, theirs = Passes(drafter, length, 4), Passes(drafter, length, 4)
         graphs = []
         for passes, joined in ((ours, True), (theirs, False)):
-            more = {"cuda": cuda, "row": row, "first": first} if joined else {"few": 0}
-            with _ends(joined, joined, **more):
+            with _ends(joined, joined):
                 graphs.append(_captured(passes.run))
         for trial in range(60):
             state = torch.randn(1, SIZE, device=CUDA).to(BF16)
@@ -252,64 +204,56 @@ def _check_bits(drafter: Drafter, cuda: Any = None, row: bool = False, first: bo
             same &= torch.equal(ours.table.token_ids, theirs.table.token_ids) and torch.equal(ours.kv, theirs.kv)
             wrong, tried = wrong + (not same), tried + 1
             different.add(tuple(torch.cat(drafts).tolist()))
-    name = (
-        f"bits{' of CUDA C++' if cuda else ''}{' and its products' if row else ''}{' and its entry' if first else ''}"
-    )
-    print(f"{name}: {wrong} of {tried} runs of four drafts DIFFER; {len(different)} different drafts", flush=True)
+    print(f"bits: {wrong} of {tried} runs of four drafts DIFFER; {len(different)} different drafts", flush=True)
 
 
 class Timer:
-    """Graphs of passes behind copies, and of copies alone."""
+    """Graphs of passes behind a read, and of the read alone."""
 
     def __init__(self, drafter: Drafter, length: int) -> None:
-        """Memory to be copied."""
+        """Memory to be read."""
         self.drafter, self.length = drafter, length
-        self.source, self.target = (torch.zeros(_FLUSHED, dtype=torch.uint8, device=CUDA) for _ in range(2))
-        self.alone, _ = _captured(lambda: self.target.copy_(self.source))
+        self.source, self._held = torch.zeros(_FLUSHED, dtype=torch.float32, device=CUDA), []  # type: ignore[var-annotated]
+        self.alone = self._captured(lambda: self.source.sum())
 
-    def graphs(self, change: Callable[[torch.cuda.CUDAGraph], None] | None = None) -> list[torch.cuda.CUDAGraph]:
-        """[four passes behind a copy, twelve by themselves], their nodes changed."""
-        found = []
-        for count, is_behind in ((4, True), (12, False)):
-            passes = Passes(self.drafter, self.length, count)
+    def _captured(self, run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        graph, held = _captured(run)
+        self._held.append(held)
+        return graph
 
-            def run(passes: Passes = passes, is_behind: bool = is_behind) -> Any:
-                if is_behind:
-                    self.target.copy_(self.source)
-                return passes, passes.run()
-
-            graph, held = _captured(run, keep=change is not None)
-            if change is not None:
-                change(graph)
-                graph.instantiate()
-            found.append(graph)
-            self.__dict__.setdefault("held", []).append(held)
-        return found
+    def graphs(self) -> list[torch.cuda.CUDAGraph]:
+        """[four passes behind a read, twelve by themselves]."""
+        four, twelve = Passes(self.drafter, self.length, 4), Passes(self.drafter, self.length, 12)
+        return [
+            self._captured(lambda: (four, self.source.sum(), four.run())),
+            self._captured(lambda: (twelve, twelve.run())),
+        ]
 
     def time(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> tuple[float, float]:
-        """Microseconds of a draft (behind copies, one behind another)."""
+        """Microseconds of a draft (behind a read, one behind another)."""
         return (_least(graphs[0]) - _least(self.alone)) / 4, _least(graphs[1]) / 12
 
 
 def _time_all(timer: Timer, kinds: dict[str, Any]) -> None:
     """By turns."""
-    graphs, times = {}, {}
+    graphs: dict[str, list[torch.cuda.CUDAGraph]] = {}
+    times: dict[str, list[tuple[float, float]]] = {}
     for name, kind in kinds.items():
-        with _ends(*kind):
+        with _ends(*kind[:3], **dict(kind[3:])):
             graphs[name] = timer.graphs()
     for _ in range(3):
         for name, own in graphs.items():
             times.setdefault(name, []).append(timer.time(own))
-    print("us a draft                     behind copies   in a row", flush=True)
+    print("us a draft                       behind a read   in a row", flush=True)
     for name, own in times.items():
         print(f"  {name:28s} {min(a for a, _ in own):8.2f} {min(b for _, b in own):10.2f}", flush=True)
 
 
-def _profile(drafter: Drafter, length: int, joined: tuple[bool, bool], more: dict[str, Any]) -> None:
+def _profile(drafter: Drafter, length: int, joined: tuple[bool, bool]) -> None:
     """Each kernel of the second to fourth pass, in the order in which they begin."""
     from torch.profiler import ProfilerActivity, profile
 
-    with _ends(*joined, **more):
+    with _ends(*joined):
         graph, _ = _captured(Passes(drafter, length, 4).run)
     graph.replay()
     torch.cuda.synchronize()
@@ -330,74 +274,9 @@ def _profile(drafter: Drafter, length: int, joined: tuple[bool, bool], more: dic
                 own[place] += us / len(later)
             latest = max(latest, end)
     ends = " and ".join(f"{'joined' if is_joined else 'apart'}" for is_joined in joined)
-    print(f"kernels of a draft, its ends {ends} {more or ''}: us, begins, ends", flush=True)
+    print(f"kernels of a draft, its ends {ends}: us, begins, ends", flush=True)
     for name, own in zip(names, sums, strict=True):
         print("  " + " ".join(f"{us:7.2f}" for us in own) + f"  {name[:50]}", flush=True)
-
-
-def _window(graph: torch.cuda.CUDAGraph, shares: dict[int, tuple[int, float]]) -> int:
-    """Let nodes that are given an address keep a share of the bytes behind it in the L2. How many were changed."""
-
-    class Window(ctypes.Structure):
-        _fields_ = [
-            ("base", ctypes.c_void_p),
-            ("num_bytes", ctypes.c_size_t),
-            ("share", ctypes.c_float),
-            ("hit", ctypes.c_int),
-            ("miss", ctypes.c_int),
-            ("rest", ctypes.c_byte * 36),
-        ]
-
-    raw, count, changed = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t(), 0
-    driver.call("cuGraphGetNodes", raw, None, ctypes.byref(count))
-    nodes = (ctypes.c_void_p * count.value)()
-    driver.call("cuGraphGetNodes", raw, nodes, ctypes.byref(count))
-    for handle in nodes:
-        node = ctypes.c_void_p(handle)
-        with contextlib.suppress(driver.DriverError):  # a copy
-            for _, value in driver._read(node).params:
-                if value in shares:
-                    num_bytes, share = shares[value]
-                    window = Window(value, num_bytes, share, _PERSISTING, _STREAMING)
-                    driver.call("cuGraphKernelNodeSetAttribute", node, _WINDOW, ctypes.byref(window))
-                    changed += 1
-    return changed
-
-
-def _time_windows(timer: Timer) -> None:
-    """Shares of weights that stay in the L2."""
-    device, found = ctypes.c_int(0), {}
-    for name, attribute in (("L2", _L2_BYTES), ("persisting", _MAX_PERSISTING)):
-        value = ctypes.c_int()
-        driver.call("cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
-        found[name] = value.value
-    print(f"  bytes of the L2 {found['L2']:,}, of which may persist {found['persisting']:,}", flush=True)
-    weights = timer.drafter.weights()
-    kinds: dict[str, dict[str, float]] = {
-        "none": {},
-        "head 0.2": {"head": 0.2},
-        "head 0.3": {"head": 0.3},
-        "head 0.4": {"head": 0.4},
-        "head 0.5": {"head": 0.5},
-        "layer": dict.fromkeys(("qkv", "output", "gate_up", "down"), 1.0),
-        "layer 0.6": dict.fromkeys(("qkv", "output", "gate_up", "down"), 0.6),
-        "all 0.3": dict.fromkeys(weights, 0.3),
-    }
-    print("us a draft, both ends joined, kept in the L2    behind copies   in a row", flush=True)
-    for limit in (found["persisting"], 0):
-        driver.call("cuCtxSetLimit", _PERSISTING_LIMIT, ctypes.c_size_t(limit))
-        for name, shares in kinds.items():
-            at = {weights[w].data_ptr(): (weights[w].numel() * 2, share) for w, share in shares.items()}
-            changed: list[int] = []
-
-            def change(graph: torch.cuda.CUDAGraph, at: Any = at, changed: list[int] = changed) -> None:
-                changed.append(_window(graph, at))
-
-            graphs = timer.graphs(change)
-            times = [timer.time(graphs) for _ in range(2)]
-            best = f"{min(a for a, _ in times):8.2f} {min(b for _, b in times):10.2f}"
-            print(f"  limit {limit >> 20:3d} MiB, {name:26s} {best}   {changed} nodes", flush=True)
-            driver.call("cuCtxResetPersistingL2Cache")
 
 
 def _try(part: Callable[..., None], *args: Any) -> None:
@@ -412,56 +291,34 @@ def main() -> None:
     """Print tables."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--length", type=int, default=300)
-    parser.add_argument("--windows", action="store_true")
+    parser.add_argument("--forms", action="store_true")
     args = parser.parse_args()
     began, drafter = time.monotonic(), Drafter()
     num_bytes = {name: 2 * weight.numel() for name, weight in drafter.weights().items()}
     needs = ", ".join(f"{name} {1e6 * size / COPY:.1f}" for name, size in num_bytes.items())
     print(f"us of the bytes: {needs}, all {1e6 * sum(num_bytes.values()) / COPY:.1f}", flush=True)
-    both, head, timer = (True, True), (132, (8, 4, 128, 3)), Timer(drafter, args.length)
+    both, timer = (True, True), Timer(drafter, args.length)
     _try(_check_bits, drafter)
-    for kind in (((False, False), {"few": 0}), (both, {})):
-        _try(_profile, drafter, args.length, *kind)
+    for joined in ((False, False), (True, False), both):
+        _try(_profile, drafter, args.length, joined)
     kinds: dict[str, Any] = {
-        "eight kernels, 16 channels": (False, False, None, 0),
         "eight kernels": (False, False, None),
         "entry and product": (True, False, None),
         "head and draw": (False, True, None),
         "both": (True, True, None),
-        "both, 16 channels": (True, True, None, 0),
-        "both, rows of 512 at most": (True, True, None, None, None, 512),
-        "both, entry 2 warps, 8 stages": (True, True, (2, 8)),
-        "both, entry 1 warp, 5 stages": (True, True, (1, 5)),
-        "both, entry 1 warp, 8 stages": (True, True, (1, 8)),
     }
     _try(_time_all, timer, kinds)
-    if args.windows:
-        _try(_time_windows, timer)
-    for form in (head, (264, (4, 5, 128, 0))):
-        _try(_check_bits, drafter, form)
-    _try(_profile, drafter, args.length, both, {"cuda": head})
-    kinds = {"both": (True, True, None)}
-    for stages, kept in ((4, 0), (4, 2), (4, 3), (4, 4), (6, 3)):
-        kinds[f"head in CUDA C++, {stages} stages, {kept}/8"] = (True, True, None, None, (132, (8, stages, 128, kept)))
-    for kept in (0, 3):
-        kinds[f"2 blocks, 4 warps, 5 stages, {kept}/8"] = (True, True, None, None, (264, (4, 5, 128, kept)))
-    _try(_time_all, timer, kinds)
-    _try(_check_bits, drafter, None, True)
-    _try(_profile, drafter, args.length, both, {"cuda": head, "row": True})
-    kinds = {
-        "both": (True, True, None),
-        "both, products in CUDA C++": (True, True, None, None, None, 4096, True),
-        "head and products in CUDA C++": (True, True, None, None, head, 4096, True),
-    }
-    _try(_time_all, timer, kinds)
-    _try(_check_bits, drafter, head, True, True)
-    _try(_profile, drafter, args.length, both, {"cuda": head, "row": True, "first": True})
-    kinds = {
-        "both": (True, True, None),
-        "both, entry in CUDA C++": (True, True, None, None, None, 4096, False, True),
-        "all in CUDA C++": (True, True, None, None, head, 4096, True, True),
-    }
-    _try(_time_all, timer, kinds)
+    if args.forms:
+        kinds = {"both": (True, True, None)}
+        for mib in (0, 6, 20, 28):
+            kinds[f"{mib} MiB ahead"] = (True, True, None, ("_AHEAD_BYTES", mib << 20))
+        kinds["5 stages"] = (True, True, None, ("_STAGES", 5))
+        kinds["3 stages, 16 MiB"] = (True, True, None, ("_STAGES", 3), ("_AHEAD_BYTES", 16 << 20))
+        kinds["8 warps, 1 block"] = (True, True, None, ("_WARPS", 8), ("_BLOCKS", 1))
+        kinds["8 warps, 1 block, 5 stages"] = (True, True, None, ("_WARPS", 8), ("_BLOCKS", 1), ("_STAGES", 5))
+        for tile in ((1, 5), (1, 8), (2, 4)):
+            kinds[f"entry {tile[0]} warps, {tile[1]} stages"] = (True, True, tile)
+        _try(_time_all, timer, kinds)
     print(f"{time.monotonic() - began:.0f} s", flush=True)
 
 

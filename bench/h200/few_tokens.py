@@ -4,11 +4,10 @@
 
 Layers with weights of their own follow each other in one CUDA graph: the norm and the products, the rotation, the store
 and attention. First bits: every token of steps of several, result and cache, against the same tokens one by one. Then
-microseconds a layer, least of 40, beside what the engine ran before: a row by programs of 16 channels, where channels
-are few; verification by tiles of a KV head's all, few rows by long weights in one kernel with the norm, a head of few
-rows by plain tiles; a head and a draw, whose noise was made when the logits were there. --apart: more numbers of
-tokens, with each fusion left out. Between them what each kernel takes, by the profiler, from the end of what began
-before it.
+microseconds a layer, least of 40, beside what the engine ran before: verification by tiles of a KV head's all, few rows
+by long weights in one kernel with the norm, a head of few rows by plain tiles; a head and a draw, whose noise was made
+when the logits were there. --apart: more numbers of tokens, with each fusion left out. Between them what each kernel
+takes, by the profiler, from the end of what began before it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -34,9 +32,8 @@ from octavo.ops.attention.paged import paged_attention
 from octavo.ops.attention.paged_plan import Heads, Plan, Planner, Scratch
 from octavo.ops.decoder import DecoderLayerOperands, post_attention, project
 from octavo.ops.embedding import gpu as embedding
-from octavo.ops.gemm import LinearWeight, cluster_gemm, gemv, held_gemm, pack_linear, skinny_gemm, streamed_gemm
+from octavo.ops.gemm import LinearWeight, cluster_gemm, held_gemm, pack_linear, skinny_gemm, streamed_gemm
 from octavo.ops.gemm.fused import normed_logits
-from octavo.ops.gemm.row import row_product
 from octavo.ops.rope import Rotation, rope_table
 from octavo.ops.rope import gpu as rope
 from octavo.ops.sampling import gpu as sampling
@@ -215,26 +212,6 @@ def _without(owner: Any, name: str = "serves") -> Iterator[None]:
         yield
 
 
-def _product(
-    plain: Callable[..., None], x: Tensor, weight: Tensor, out: Tensor, *, activation: str | None = None, **given: Any
-) -> None:
-    """By `row_product` where that serves."""
-    sides = {"normed": given.get("norm") is not None, "adds": given.get("residual") is not None}
-    if out.dtype == x.dtype and row_product.serves(x, weight, activation, **sides, plain=plain):
-        row_product.product(x, weight, out, activation=activation, **given)
-    else:
-        plain(x, weight, out, activation=activation, **given)
-
-
-@contextlib.contextmanager
-def _sixteen_channels() -> Iterator[None]:
-    """Of a row's products by few channels, where a program has eight now."""
-    with mock.patch.object(gemv, "_FEW_CHANNELS", 0):
-        gemv.tile_for.cache_clear()
-        yield
-    gemv.tile_for.cache_clear()
-
-
 @contextlib.contextmanager
 def _few_tiles() -> Iterator[None]:
     """Of clustered products those for up to 16 rows alone: others take long to compile."""
@@ -284,18 +261,11 @@ def _time_rows(layers: list[DecoderLayerOperands], heads: Heads, length: int) ->
         step = Step(layers, heads, rows, queries, length)
         found, now = step.time(_same)
         other, least = found, float("nan")
-        if before is None or before is tiles or layers[0].qkv.k > 3072:
-            with _sixteen_channels() if before is None else _without(*before):
+        if before is not None and (before is tiles or layers[0].qkv.k > 3072):
+            with _without(*before):
                 other, least = step.time(_same)
         verdict = "same" if torch.equal(found, other) else "DIFFER"
         print(f"    {rows:2d} x {queries:2d}                          {now:8.2f}  {least:8.2f}  {verdict}", flush=True)
-        if before is None:
-            with mock.patch.object(gemv, "product", functools.partial(_product, gemv.product)):
-                other, least = step.time(_same)
-            verdict = "same" if torch.equal(found, other) else "DIFFER"
-            print(
-                f"    {rows:2d} x {queries:2d} products in CUDA C++     {least:8.2f}            {verdict}", flush=True
-            )
 
 
 def _time_apart(layers: list[DecoderLayerOperands], heads: Heads, length: int) -> None:

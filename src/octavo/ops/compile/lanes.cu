@@ -142,41 +142,21 @@ __device__ inline float widened(u32 x) {  // a 16-bit number
 }
 __device__ inline float fused(float x, float y, float z) { return __fmaf_rn(x, y, z); }
 
-// Barriers in shared memory, and copies by the copy engine that tell them how many bytes have come.
-__device__ inline void begin_barrier(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
-}
-__device__ inline void begin_copies() {  // they see the barriers
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-__device__ inline void expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
-}
-__device__ inline void wait(u32 barrier, u32 parity) {
-    u32 done = 0;
-    while (!done)
-        asm volatile(
-            "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-            : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-}
-__device__ inline void copy_line(u32 to, u64 from, u32 bytes, u32 barrier, u64 policy) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(policy) : "memory");
-}
-__device__ inline u64 last_evicted() {
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
+// As copy16, of what is not read again soon: other lines stay in the L2 for it.
 __device__ inline u64 first_evicted() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
+__device__ inline void copy16_as(u32 to, u64 from, u64 policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "l"(policy) : "memory");
+}
+__device__ inline void fetch_line(u64 at) { asm volatile("prefetch.global.L2 [%0];" :: "l"(at) : "memory"); }
 // The assembler would else compute it behind the wait: what could trap stays.
 __device__ inline void ready_now(float x) {
     asm volatile("{ .reg .pred over; setp.eq.f32 over, %0, 0f7F800000; @over trap; }" :: "f"(x));
 }
+
 // Numbers in global memory that blocks share.
 __device__ inline u64 keep_larger(u64* at, u64 x) { return atomicMax((unsigned long long*)at, x); }
 __device__ inline u32 count_up(u32* at) {
@@ -186,34 +166,3 @@ __device__ inline u32 count_up(u32* at) {
     return before;
 }
 __device__ inline u64 take(u64* at) { return atomicExch((unsigned long long*)at, 0); }
-__device__ inline u32 read16(u64 at) {
-    u16 x;
-    asm volatile("ld.global.b16 %0, [%1];" : "=h"(x) : "l"(at) : "memory");
-    return x;
-}
-__device__ inline void write16(u64 at, u32 x) {
-    asm volatile("st.global.b16 [%0], %1;" :: "l"(at), "h"((u16)x) : "memory");
-}
-__device__ inline u64 read8(u64 at) {
-    u64 x;
-    asm volatile("ld.global.b64 %0, [%1];" : "=l"(x) : "l"(at) : "memory");
-    return x;
-}
-__device__ inline void write4(u64 at, u32 x) { asm volatile("st.global.b32 [%0], %1;" :: "l"(at), "r"(x) : "memory"); }
-__device__ inline float rounded(float x) { return widened(pack(x, x) & 0xffff); }
-
-// Four warps' matrix unit, which reads shared memory by descriptors: groups of 8 lines of 16 bytes, 8 of k, side by side.
-__device__ inline u64 described(u32 at, u32 k_step, u32 group_step) {
-    return (u64)(at >> 4 & 0x3fff) | (u64)(k_step >> 4) << 16 | (u64)(group_step >> 4) << 32;
-}
-template <int COUNT> __device__ inline void begin_steps(float (&sum)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(sum[i]) :: "memory");
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-template <int COUNT> __device__ inline void end_steps(float (&sum)[COUNT]) {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(sum[i]) :: "memory");
-}

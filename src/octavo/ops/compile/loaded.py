@@ -1,7 +1,7 @@
 """Kernels in CUDA C++ that are asked for by name and macros: loaded once for a device, launched in the current stream.
 
-Owns what is loaded. Does not know what a kernel computes, or where its text lies. Invariant: nothing is compiled or
-loaded while a graph is captured; what cannot be had is told once.
+Owns what is loaded, and what was found to give the right bits. Does not know what a kernel computes, or where its text
+lies. Invariant: nothing is compiled or loaded while a graph is captured; what cannot be had is told once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections.abc import Callable
 import torch
 import triton
 
-from octavo.ops.compile import driver, nvrtc, side_by_side
+from octavo.ops.compile import driver, nvrtc, side_by_side, validation_cache
 
 _LOG = logging.getLogger(__name__)
 Macros = dict[str, int | str]
 _functions: dict[tuple[str, int | None, tuple[tuple[str, int | str], ...]], int | None] = {}  # None: not to be had
+_agreed: dict[tuple[object, ...], bool] = {}
 
 
 def is_found(
@@ -42,6 +43,25 @@ def is_found(
             _LOG.warning("%s on other kernels, which may be slower: %s", whose, error)
             _functions[name] = None
     return _functions[name] is not None
+
+
+def agrees(
+    kernel: str, shape: tuple[int, ...], macros: Macros, device: torch.device, compare: Callable[[], bool], whose: str
+) -> bool:
+    """Whether a kernel gives, of an example, what those give that it stands for: found once, not while one captures.
+
+    compare: may wait for the GPU. whose: what runs on other kernels else, for a warning.
+    """
+    name = kernel, device.index, shape, tuple(macros.items())
+    if name not in _agreed:
+        if side_by_side.current() is not None:
+            return True
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        _agreed[name] = validation_cache.holds([kernel, *shape, sorted(map(str, macros.items()))], device, compare)
+        if not _agreed[name]:
+            _LOG.warning("%s on other kernels: %s gives other bits", whose, kernel)
+    return _agreed[name]
 
 
 def _code(source: Callable[[], str], macros: Macros) -> bytes:

@@ -29,7 +29,6 @@ from octavo.ops.compile.row_sum import padded_length, row_sums
 
 _PART = 256  # k of a piece of the weights in shared memory
 _MAX_BYTES = 100 << 10  # of the weights that a processor holds for a kernel: two kernels share it
-_FEW_CHANNELS = 8  # of a program, where so many give a program to each processor at most
 _MIN_PROGRAMS = 64  # fewer do not draw weights fast enough
 _MULTIPLE = 1024  # of k: shapes that were not compared on a device are left to the other kernel
 _MAX_NORMED = 4096  # k that the warps of a program that streams hold in registers, to norm them
@@ -83,16 +82,11 @@ def _product(
     BN: gl.constexpr, WARPS: gl.constexpr, BK: gl.constexpr, PART: gl.constexpr,
     NORM: gl.constexpr, GATED: gl.constexpr, SQUARED: gl.constexpr, ADD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """BN channels; if GATED, BN gates and their ups. Four warps norm the row, WARPS multiply.
-
-    Channels are lines of the matrix unit, and the row is in each column; where they are 8, it is the other way around.
-    """
+    """BN channels; if GATED, BN gates and their ups. Four warps norm the row, WARPS multiply."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     dtype: gl.constexpr = out.dtype.element_ty
     ALL: gl.constexpr = 4 if NORM else WARPS
-    TURNED: gl.constexpr = BN < 16
-    SHAPE: gl.constexpr = [16, BN] if TURNED else [BN, 8]
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [ALL, 1], [1, 0])
     wide: gl.constexpr = spread(PADDED, 4) if NORM else lines
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[ALL, 1], instr_shape=[16, 8])
@@ -115,12 +109,8 @@ def _product(
     k = gl.arange(0, PADDED, gl.SliceLayout(0, wide))[None, :]
     if NORM:
         scale = gl.load(norm + k, mask=k < K, other=0.0)
-    if TURNED:
-        channel = first + gl.arange(0, BN, gl.SliceLayout(0, sums))[None, :]
-        copy = gl.arange(0, 16, gl.SliceLayout(1, sums))[:, None]  # of the row
-    else:
-        channel = first + gl.arange(0, BN, gl.SliceLayout(1, sums))[:, None]
-        copy = gl.arange(0, 8, gl.SliceLayout(0, sums))[None, :]
+    channel = first + gl.arange(0, BN, gl.SliceLayout(1, sums))
+    column = gl.arange(0, 8, gl.SliceLayout(0, sums))  # of the matrix unit: the row is in each
     if PDL:
         tl.extra.cuda.gdc_wait()
     # The row is there.
@@ -133,22 +123,16 @@ def _product(
         async_copy.commit_group()
     async_copy.wait_group(0)
     tl.debug_barrier()
-    total = gl.zeros(SHAPE, gl.float32, sums)
+    total = gl.zeros([BN, 8], gl.float32, sums)
     up = total
     thread = gl.inline_asm_elementwise(
         "mov.u32 $0, %tid.x;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=True, pack=1
     )
     if thread < 32 * WARPS:
         for start in gl.static_range(0, K, BK):
-            some = tile.index(start // PART).slice(start % PART, BK, dim=1)
-            if TURNED:
-                a = row.slice(start, BK, dim=1).load(left)
-                a = gl.broadcast(a, gl.zeros([16, BK], dtype, left))[0]
-                total = mma_v2(a, some.permute((1, 0)).load(right), total)
-            else:
-                b = row.slice(start, BK, dim=1).permute((1, 0)).load(right)
-                b = gl.broadcast(b, gl.zeros([BK, 8], dtype, right))[0]
-                total = mma_v2(some.load(left), b, total)
+            b = row.slice(start, BK, dim=1).permute((1, 0)).load(right)
+            b = gl.broadcast(b, gl.zeros([BK, 8], dtype, right))[0]
+            total = mma_v2(tile.index(start // PART).slice(start % PART, BK, dim=1).load(left), b, total)
             if GATED:
                 up = mma_v2(ups.index(start // PART).slice(start % PART, BK, dim=1).load(left), b, up)
     total = total.to(dtype)
@@ -157,8 +141,8 @@ def _product(
     if SQUARED:
         total = squared_value(total.to(gl.float32)).to(dtype)
     if ADD:
-        total = (total.to(gl.float32) + before).to(dtype)
-    gl.store(out + channel + copy, total, mask=copy == 0)
+        total = (total.to(gl.float32) + before[:, None]).to(dtype)
+    gl.store(out + channel[:, None] + column[None, :], total, mask=(column == 0)[None, :])
 
 
 @gluon.jit
@@ -278,8 +262,6 @@ def tile_for(n: int, k: int, normed: bool, gated: bool, processors: int, streams
     if k % _MULTIPLE:
         return None
     channels, warps = (32, 2) if normed and not gated else (16, 1)
-    if not (normed or gated) and n <= _FEW_CHANNELS * processors:
-        channels = _FEW_CHANNELS
     programs, left = divmod(n // sides, channels)
     if not (left or streams) and programs >= _MIN_PROGRAMS and 2 * k * channels * sides <= _MAX_BYTES:
         return Tile(channels, warps, programs, 0)

@@ -1,11 +1,11 @@
 // A drafter's last norm, its head and a draw of one row, on Hopper: the kernel of octavo.ops.sampling.drafts_head, behind
 // compile/lanes.cu.
 //
-// Every warp walks over groups of 16 channels by itself. Its weights come by the copy engine through a ring of its own, of
-// STAGES stages of PART k, which is full when the row comes. Of each channel's PARTS parts the first KEPT are told to
-// stay in the L2, and the others to leave first: the next draft reads the same. A sum is one chain over K in steps of 16,
-// as octavo.ops.gemm's; scores are octavo.ops.sampling.drafts_gpu's. The best of all blocks is one number: a score in
-// order, and behind it a token, the lower one first.
+// Every warp walks over groups of 16 channels by itself, through a ring of its own of STAGES stages of PART k, which is
+// full when the row comes; AHEAD more are on their way to the L2 by then. All of them are told to leave the L2 first: the
+// layer's weights, which are read in between, stay there for the next draft. A sum is one chain over K in steps of 16, as
+// octavo.ops.gemm's; scores are octavo.ops.sampling.drafts_gpu's. The best of all blocks is one number: a score in order,
+// and behind it a token, the lower one first.
 
 struct Told {
     u64 x, norm, weight, ids;
@@ -23,7 +23,7 @@ struct Told {
 };
 
 constexpr u32 PARTS = K / PART, LINE = 2 * PART + 16, STAGE = 16 * LINE;  // bytes: lines in banks of their own
-constexpr u32 ROW = 0, BESTS = 2 * K, BARRIERS = BESTS + 8 * WARPS, RING = (BARRIERS + 8 * WARPS * STAGES + 127) / 128 * 128;
+constexpr u32 ROW = 0, BESTS = 2 * K, RING = (BESTS + 8 * WARPS + 127) / 128 * 128;
 constexpr u32 CHUNKS = K / 256;  // of 8 numbers, of a lane
 static_assert(K % 256 == 0 && (CHUNKS & (CHUNKS - 1)) == 0 && WARPS <= 8, "a warp norms the row");
 
@@ -111,32 +111,41 @@ __device__ inline void norm_row(const Told& told, u32 base, u32 lane, u32 warp) 
 }
 
 struct Walk {  // of a warp
-    u32 base, lane, first, stride, steps, ring, barriers;
-    u64 weight, kept, rest;
+    u32 lane, first, stride, steps, ring;
+    u64 weight, policy;
+    __device__ u64 at(u32 step, u32 line) const {  // where a line's part begins
+        u64 channel = (u64)(first + step / PARTS * stride) * 16 + line;
+        return weight + 2 * (channel * K + step % PARTS * PART);
+    }
     __device__ void ask(u32 step) const {
-        u32 slot = step % STAGES, part = step % PARTS, barrier = barriers + 8 * slot;
-        if (lane == 0) expect(barrier, 32 * PART);
-        warp_together();
-        u64 channel = (u64)(first + step / PARTS * stride) * 16 + lane;
-        if (lane < 16)
-            copy_line(ring + slot * STAGE + lane * LINE, weight + 2 * (channel * K + part * PART), 2 * PART, barrier,
-                      part < KEPT ? kept : rest);
+        constexpr u32 PIECES = PART / 8, LINES = 32 / PIECES;  // of 16 bytes; that a warp copies at a time
+        static_assert(PIECES <= 32 && 16 % LINES == 0, "lines are whole");
+        if (step < steps)
+#pragma unroll
+            for (u32 line = 0; line < 16; line += LINES) {
+                u32 own = line + lane / PIECES, piece = lane % PIECES;
+                copy16_as(ring + step % STAGES * STAGE + own * LINE + 16 * piece, at(step, own) + 16 * piece, policy);
+            }
+        commit();
+    }
+    __device__ void fetch(u32 step) const {  // to the L2, in pieces of 128 bytes
+        constexpr u32 PIECES = PART / 64;
+        if (step < steps)
+#pragma unroll
+            for (u32 line = 0; line < 16; line += 32 / PIECES)
+                fetch_line(at(step, line + lane / PIECES) + 128 * (lane % PIECES));
     }
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS) draft_head(const __grid_constant__ Told told) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS) product_and_draft(const __grid_constant__ Told told) {
     const u32 lane = thread() % 32, warp = thread() / 32, base = (u32)__cvta_generic_to_shared(memory), quad = lane % 4;
     Walk walk;
-    walk.base = base, walk.lane = lane, walk.first = block() + blocks() * warp, walk.stride = blocks() * WARPS;
-    walk.ring = base + RING + warp * STAGES * STAGE, walk.barriers = base + BARRIERS + 8 * STAGES * warp;
-    walk.weight = told.weight, walk.kept = last_evicted(), walk.rest = first_evicted();
+    walk.lane = lane, walk.first = block() + blocks() * warp, walk.stride = blocks() * WARPS;
+    walk.ring = base + RING + warp * STAGES * STAGE, walk.weight = told.weight, walk.policy = first_evicted();
     const u32 mine = walk.first < told.groups ? (told.groups - walk.first + walk.stride - 1) / walk.stride : 0;
     walk.steps = mine * PARTS;
-    if (lane == 0)
-        for (u32 slot = 0; slot < STAGES; ++slot) begin_barrier(walk.barriers + 8 * slot, 1);
-    begin_copies();
-    warp_together();
-    for (u32 step = 0; step < STAGES && step < walk.steps; ++step) walk.ask(step);
+    for (u32 step = 0; step < STAGES; ++step) walk.ask(step);
+    for (u32 step = 0; step < AHEAD; ++step) walk.fetch(STAGES + step);
     // All but the row is there.
     const i64 row = told.rows[0];
     const int total = told.total_len[row];
@@ -170,12 +179,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) draft_head(const __grid
         float sum[4] = {0, 0, 0, 0};
         for (u32 part = 0; part < PARTS; ++part, ++step) {
             u32 slot = step % STAGES, at = walk.ring + slot * STAGE + lane % 16 * LINE + lane / 16 * 16;
-            wait(walk.barriers + 8 * slot, step / STAGES & 1);
+            arrived<STAGES - 1>();  // of so many steps behind it, there or not
+            warp_together();
 #pragma unroll
             for (u32 i = 0; i < PART / 16; ++i)
                 multiply(sum, square(at + 32 * i), get2(base + ROW + (part * (PART / 16) + i) * 32 + 8 * quad));
             warp_together();
-            if (step + STAGES < walk.steps) walk.ask(step + STAGES);
+            walk.ask(step + STAGES);
         }
         float logit = quad & 1 ? sum[2] : sum[0];
         float score = logit == logit ? fused(logit, inverse, noise) : number(0xff800000);
