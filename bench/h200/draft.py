@@ -144,7 +144,7 @@ class Passes:
 
 
 @contextlib.contextmanager
-def _ends(entry: bool, head: bool, tile: tuple[int, int] | None = None, **form: int) -> Iterator[None]:
+def _ends(entry: bool, head: bool, tile: tuple[int, int] | None = None, **form: Any) -> Iterator[None]:
     """With these ends joined; tile: warps and stages of the entry; form: of the head's kernel, see `drafts_head`."""
     with contextlib.ExitStack() as stack:
         for module, joined in ((beside_gemv, entry), (drafts_head, head)):
@@ -312,10 +312,17 @@ def main() -> None:
         kinds = {"both": (True, True, None)}
         for mib in (0, 6, 20, 28):
             kinds[f"{mib} MiB ahead"] = (True, True, None, ("_AHEAD_BYTES", mib << 20))
+        kinds["0 MiB ahead, as ever"] = (True, True, None, ("_AHEAD_BYTES", 0), ("_FIRST", 0))
         kinds["5 stages"] = (True, True, None, ("_STAGES", 5))
         kinds["3 stages, 16 MiB"] = (True, True, None, ("_STAGES", 3), ("_AHEAD_BYTES", 16 << 20))
         kinds["8 warps, 1 block"] = (True, True, None, ("_WARPS", 8), ("_BLOCKS", 1))
         kinds["8 warps, 1 block, 5 stages"] = (True, True, None, ("_WARPS", 8), ("_BLOCKS", 1), ("_STAGES", 5))
+        weights = drafter.weights()
+        layer = tuple(weights[name] for name in ("qkv", "output", "gate_up", "down"))
+        kinds["layer kept"] = (True, True, None, ("_keeps", layer))
+        kinds["layer kept, the last time"] = (True, True, None, ("_keeps", layer), ("_KEPT_AT", 3))
+        kinds["q, k and v kept"] = (True, True, None, ("_keeps", layer[:1]))
+        kinds["all but q, k and v kept"] = (True, True, None, ("_keeps", layer[1:]))
         for tile in ((1, 5), (1, 8), (2, 4)):
             kinds[f"entry {tile[0]} warps, {tile[1]} stages"] = (True, True, tile)
         _try(_time_all, timer, kinds)

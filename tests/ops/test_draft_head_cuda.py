@@ -47,7 +47,10 @@ def library(folder: Path, macros: dict[str, int | str]) -> ctypes.CDLL:
 def test_it_draws_what_its_logits_say(form: tuple[int, int, int, int], tmp_path: Path) -> None:
     """With and without the target's ids, rows at a temperature and without."""
     built, channels = (
-        library(tmp_path, dict(zip(("WARPS", "STAGES", "PART", "AHEAD"), form, strict=True)) | {"K": K, "HALF": 0}),
+        library(
+            tmp_path,
+            dict(zip(("WARPS", "STAGES", "PART", "AHEAD"), form, strict=True)) | {"K": K, "FIRST": 1, "HALF": 0},
+        ),
         16 * 50,
     )
     generator = torch.Generator().manual_seed(3)

@@ -148,9 +148,15 @@ __device__ inline u64 first_evicted() {
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
+__device__ inline u64 as_ever() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
 __device__ inline void copy16_as(u32 to, u64 from, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "l"(policy) : "memory");
 }
+__device__ inline void keep_line(u64 at) { asm volatile("prefetch.global.L2::evict_last [%0];" :: "l"(at) : "memory"); }
 __device__ inline void fetch_line(u64 at) { asm volatile("prefetch.global.L2 [%0];" :: "l"(at) : "memory"); }
 // The assembler would else compute it behind the wait: what could trap stays.
 __device__ inline void ready_now(float x) {

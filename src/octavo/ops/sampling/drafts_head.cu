@@ -17,6 +17,7 @@ struct Told {
     i64* drafts;
     u64* best;     // zero between launches, as what have arrived
     u32* arrived;
+    u64 kept[4], kept_bytes[4];  // what else stays in the L2, until the next step's drafts
     float eps, noise;
     u32 groups;
     int width, place;
@@ -141,11 +142,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) product_and_draft(const
     const u32 lane = thread() % 32, warp = thread() / 32, base = (u32)__cvta_generic_to_shared(memory), quad = lane % 4;
     Walk walk;
     walk.lane = lane, walk.first = block() + blocks() * warp, walk.stride = blocks() * WARPS;
-    walk.ring = base + RING + warp * STAGES * STAGE, walk.weight = told.weight, walk.policy = first_evicted();
+    walk.ring = base + RING + warp * STAGES * STAGE, walk.weight = told.weight, walk.policy = FIRST ? first_evicted() : as_ever();
     const u32 mine = walk.first < told.groups ? (told.groups - walk.first + walk.stride - 1) / walk.stride : 0;
     walk.steps = mine * PARTS;
     for (u32 step = 0; step < STAGES; ++step) walk.ask(step);
     for (u32 step = 0; step < AHEAD; ++step) walk.fetch(STAGES + step);
+    for (u32 i = 0; i < 4; ++i)
+        for (u64 at = 128 * (u64)(block() * 32 * WARPS + thread()); at < told.kept_bytes[i]; at += 128 * 32 * WARPS * blocks())
+            keep_line(told.kept[i] + at);
     // All but the row is there.
     const i64 row = told.rows[0];
     const int total = told.total_len[row];

@@ -28,6 +28,8 @@ _KERNEL = "product_and_draft"
 # Of a block, of a warp's ring, k of a stage: two blocks leave the next draft's entry room on a processor.
 _WARPS, _STAGES, _PART, _BLOCKS = 4, 4, 128, 2
 _AHEAD_BYTES = 12 << 20  # of the weights, that are on their way to the L2 when the row comes, beside the rings
+_keeps: tuple[Tensor, ...] = ()
+_KEPT_AT, _FIRST = -1, 1
 _K = 1024, 2048, 4096
 _CHECKED = 5  # rows, each alone
 _WHOSE = "a drafter's head and its draws run"
@@ -40,6 +42,8 @@ class Told(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("x", "norm", "weight", "ids", "rows", "sample_of", "lengths")),
         *((name, ctypes.c_uint64) for name in ("token_ids", "total_len", "temperatures", "seeds", "drafts")),
         *((name, ctypes.c_uint64) for name in ("best", "arrived")),
+        ("kept", ctypes.c_uint64 * 4),
+        ("kept_bytes", ctypes.c_uint64 * 4),
         ("eps", ctypes.c_float),
         ("noise", ctypes.c_float),
         ("groups", ctypes.c_uint32),
@@ -59,7 +63,7 @@ def source() -> str:
 def macros(k: int, processors: int) -> loaded.Macros:
     """Those of a head's weight of so many k."""
     ahead = _AHEAD_BYTES // (32 * _PART * _WARPS * _BLOCKS * processors)
-    return {"K": k, "WARPS": _WARPS, "STAGES": _STAGES, "PART": _PART, "AHEAD": ahead, "HALF": 0}
+    return {"K": k, "WARPS": _WARPS, "STAGES": _STAGES, "PART": _PART, "AHEAD": ahead, "FIRST": _FIRST, "HALF": 0}
 
 
 def shared_bytes(own: loaded.Macros) -> int:
@@ -144,6 +148,7 @@ def told_of(
     scratch: Tensor,
 ) -> Told:
     """What a launch is told: addresses and numbers."""
+    keeps = _keeps if of.place == _KEPT_AT or _KEPT_AT < 0 else ()
     assert x.stride(1) == 1 and (ids is None or len(ids) == len(weight)), "each channel has an id"
     return Told(
         *(tensor.data_ptr() for tensor in (x, norm, weight)),
@@ -153,6 +158,8 @@ def told_of(
         *(tensor.data_ptr() for tensor in (of.temperatures, of.seeds, drafts)),
         scratch.data_ptr(),
         scratch.data_ptr() + 8,
+        (ctypes.c_uint64 * 4)(*(tensor.data_ptr() for tensor in keeps)),
+        (ctypes.c_uint64 * 4)(*(tensor.numel() * tensor.element_size() for tensor in keeps)),
         eps,
         of.noise,
         weight.shape[0] // 16,
