@@ -279,6 +279,30 @@ def _profile(drafter: Drafter, length: int, joined: tuple[bool, bool]) -> None:
         print("  " + " ".join(f"{us:7.2f}" for us in own) + f"  {name[:50]}", flush=True)
 
 
+def _time_head(drafter: Drafter, size: int) -> None:
+    """A head of states of another size, and its draw: apart and joined, one behind another."""
+    passes, head = Passes(drafter, 300, 1), pack_linear(torch.randn(PLACES, size, dtype=BF16, device=CUDA) * size**-0.5)
+    state, norm = torch.randn(1, size, device=CUDA).to(BF16), torch.rand(size, device=CUDA) + 0.5
+    rows = DraftRows(
+        passes.rows, passes.live, passes.table, 0, passes.temperatures, passes.seeds, 1.0, vocab_size=VOCAB
+    )
+
+    def run() -> list[Tensor]:
+        return [draw_drafts_of(state, norm, EPS, head, drafter.target_ids, rows) for _ in range(8)]
+
+    times, tokens = [], []
+    for joined in (False, True):
+        with _ends(True, joined):
+            graph, drafts = _captured(run)
+        times.append(_least(graph) / 8)
+        tokens.append(torch.cat(drafts).clone())
+    verdict = "same" if torch.equal(*tokens) else "DIFFER"
+    print(
+        f"us of a head of {PLACES} x {size} and its draw: apart {times[0]:.2f}, joined {times[1]:.2f}, {verdict}",
+        flush=True,
+    )
+
+
 def _try(part: Callable[..., None], *args: Any) -> None:
     """A part that fails leaves the others to run."""
     try:
@@ -308,6 +332,8 @@ def main() -> None:
         "both": (True, True, None),
     }
     _try(_time_all, timer, kinds)
+    for size in (2048, 4096):
+        _try(_time_head, drafter, size)
     if args.forms:
         kinds = {"both": (True, True, None)}
         for mib in (0, 6, 20, 28):
