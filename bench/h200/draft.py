@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from octavo.bench import gpu_profile
 from octavo.ops.attention import rope_decode
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.attention.paged_plan import Heads, Planner, Scratch
+from octavo.ops.compile import driver, launch
 from octavo.ops.decoder import PostOperands, post_attention
 from octavo.ops.embedding import beside_gemv
 from octavo.ops.embedding.beside import project_beside
@@ -303,6 +305,13 @@ def _time_head(drafter: Drafter, size: int) -> None:
     )
 
 
+def _carve(percent: int) -> None:
+    """What share of a processor's memory all of Triton's kernels would have as shared; -1: as the driver chooses."""
+    for function in launch.functions:
+        driver.call("cuFuncSetAttribute", ctypes.c_void_p(function), 9, percent)
+    print(f"{len(launch.functions)} kernels of Triton's prefer {percent} % of shared memory", flush=True)
+
+
 def _try(part: Callable[..., None], *args: Any) -> None:
     """A part that fails leaves the others to run."""
     try:
@@ -332,6 +341,15 @@ def main() -> None:
         "both": (True, True, None),
     }
     _try(_time_all, timer, kinds)
+    few = {name: kinds[name] for name in ("eight kernels", "entry and product", "both")}
+    five = {"5 stages": (True, True, None, ("_STAGES", 5))}
+    eight = {"8 warps, 1 block": (True, True, None, ("_WARPS", 8), ("_BLOCKS", 1))}
+    for percent in (100, -1):
+        _try(_carve, percent)
+        _try(_time_all, timer, few | five | eight)
+        if percent > 0:
+            _try(_profile, drafter, args.length, (True, False))
+            _try(_profile, drafter, args.length, both)
     for size in (2048, 4096):
         _try(_time_head, drafter, size)
     if args.forms:
