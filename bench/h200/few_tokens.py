@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import itertools
 import time
@@ -30,6 +31,7 @@ from octavo.ops.attention import rope_decode
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.attention.paged import paged_attention
 from octavo.ops.attention.paged_plan import Heads, Plan, Planner, Scratch
+from octavo.ops.compile import driver, launch
 from octavo.ops.decoder import DecoderLayerOperands, post_attention, project
 from octavo.ops.embedding import gpu as embedding
 from octavo.ops.gemm import LinearWeight, cluster_gemm, held_gemm, pack_linear, skinny_gemm, streamed_gemm
@@ -363,6 +365,7 @@ def main() -> None:
     parser.add_argument("shapes", nargs="+", choices=SHAPES)
     parser.add_argument("--length", type=int, default=300)
     parser.add_argument("--apart", action="store_true")
+    parser.add_argument("--shared", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
     for shape in args.shapes:
@@ -373,6 +376,12 @@ def main() -> None:
         for length in (args.length, 258, 1027):  # the others: across the borders of leaves
             _try(_check_bits, layers, heads, length, 5)
         _try(_time_rows, layers, heads, args.length)
+        if args.shared:
+            for percent in (100, -1):
+                for function in launch.functions:
+                    driver.call("cuFuncSetAttribute", ctypes.c_void_p(function), 9, percent)
+                print(f"  all of Triton's kernels prefer {percent} % of shared memory", flush=True)
+                _try(_time_rows, layers, heads, args.length)
         if args.apart:
             _try(_time_apart, layers, heads, args.length)
         for queries, *names in ((1,), (5,), (5, "verifies_in_columns")):
