@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -34,8 +35,9 @@ from octavo.ops.attention.paged_plan import Heads, Plan, Planner, Scratch
 from octavo.ops.compile import driver, launch
 from octavo.ops.decoder import DecoderLayerOperands, post_attention, project
 from octavo.ops.embedding import gpu as embedding
-from octavo.ops.gemm import LinearWeight, cluster_gemm, held_gemm, pack_linear, skinny_gemm, streamed_gemm
+from octavo.ops.gemm import LinearWeight, cluster_gemm, gemv, held_gemm, pack_linear, skinny_gemm, streamed_gemm
 from octavo.ops.gemm.fused import normed_logits
+from octavo.ops.gemm.row import row_product
 from octavo.ops.rope import Rotation, rope_table
 from octavo.ops.rope import gpu as rope
 from octavo.ops.sampling import gpu as sampling
@@ -342,6 +344,17 @@ def _time_draw(hidden: int, rows: int = 5) -> None:
     print(f"    {rows:2d} rows drawn {times[0]:7.2f}  {times[1]:8.2f}  {verdict}", flush=True)
 
 
+def _product(
+    plain: Callable[..., None], x: Tensor, weight: Tensor, out: Tensor, *, activation: str | None = None, **given: Any
+) -> None:
+    """By `row_product` where that serves."""
+    sides = {"normed": given.get("norm") is not None, "adds": given.get("residual") is not None}
+    if out.dtype == x.dtype and row_product.serves(x, weight, activation, **sides, plain=plain):
+        row_product.product(x, weight, out, activation=activation, **given)
+    else:
+        plain(x, weight, out, activation=activation, **given)
+
+
 def _try(part: Callable[..., None], *args: Any) -> None:
     """A part that fails leaves the others to run."""
     try:
@@ -382,6 +395,9 @@ def main() -> None:
                     driver.call("cuFuncSetAttribute", ctypes.c_void_p(function), 9, percent)
                 print(f"  all of Triton's kernels prefer {percent} % of shared memory", flush=True)
                 _try(_time_rows, layers, heads, args.length)
+                with mock.patch.object(gemv, "product", functools.partial(_product, gemv.product)):
+                    print("  products of a row in CUDA C++", flush=True)
+                    _try(_time_rows, layers, heads, args.length)
         if args.apart:
             _try(_time_apart, layers, heads, args.length)
         for queries, *names in ((1,), (5,), (5, "verifies_in_columns")):
