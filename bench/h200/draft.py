@@ -1,12 +1,12 @@
 """What a draft of an EAGLE-3-shaped drafter takes beside 0.6b, one row: its eight kernels, and both ends of it joined.
 
-    python bench/h200/draft.py [--length 300] [--forms]
+    python bench/h200/draft.py [--length 300] [--tiles]
 
 Four passes as behind a step of one row, in one CUDA graph, behind a read that leaves none of their weights in the L2.
 First bits: drafts, the state and the cache of joined ends against the kernels one by one, over many tokens, rows and
-temperatures. Then microseconds a draft, by turns, behind that read (as an engine's steps) and one pass behind another;
-and each kernel's microseconds, by the profiler, from the end of what began before it. --forms: the head's kernel with
-more and less of its weights asked for early, other blocks and rings, the entry's other tiles. Some 30 s.
+temperatures. Then microseconds a draft, by turns, behind that read (as an engine's steps) and one pass behind another,
+with the head's weights told to leave the L2 first, by an access window of a graph's nodes, too; and each kernel's
+microseconds, by the profiler, from the end of what began before it. --tiles: the entry's other tiles. Some 30 s.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from octavo.bench import gpu_profile
 from octavo.ops.attention import rope_decode
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.attention.paged_plan import Heads, Planner, Scratch
-from octavo.ops.compile import driver, launch
+from octavo.ops.compile import driver
 from octavo.ops.decoder import PostOperands, post_attention
 from octavo.ops.embedding import beside_gemv
 from octavo.ops.embedding.beside import project_beside
@@ -42,6 +42,7 @@ SIZE, INNER, HEADS, PLACES, VOCAB = 1024, 3072, Heads(16, 8, 128), 32000, 151936
 MASK = MaskSpec(scale=128**-0.5)
 COPY = 4.3e12  # bytes a second
 _PROFILED, _FLUSHED = 8, 128 << 20  # replays; numbers that are read
+_WINDOW, _STREAMING = 1, 1  # an attribute of a node, and a property of accesses
 
 
 class Drafter:
@@ -85,6 +86,8 @@ class Drafter:
 
 class Passes:
     """So many passes of a row behind its first `length` tokens."""
+
+    leaves = False  # whether the head's weights leave the L2 first
 
     def __init__(self, drafter: Drafter, length: int, count: int) -> None:
         """The row's tensors."""
@@ -146,30 +149,59 @@ class Passes:
 
 
 @contextlib.contextmanager
-def _ends(entry: bool, head: bool, tile: tuple[int, int] | None = None, **form: Any) -> Iterator[None]:
-    """With these ends joined; tile: warps and stages of the entry; form: of the head's kernel, see `drafts_head`."""
+def _ends(entry: bool, head: bool, tile: tuple[int, int] | None = None, leaves: bool = False) -> Iterator[None]:
+    """With these ends joined; tile: warps and stages of the entry; leaves: the head's weights leave the L2 first."""
     with contextlib.ExitStack() as stack:
         for module, joined in ((beside_gemv, entry), (drafts_head, head)):
             if not joined:
                 stack.enter_context(mock.patch.object(module, "serves", lambda *args: False))
         if tile is not None:
             stack.enter_context(mock.patch.object(beside_gemv, "tile_for", lambda *shape: beside_gemv.Tile(*tile)))
-        for name, value in form.items():
-            stack.enter_context(mock.patch.object(drafts_head, name, value))
-        drafts_head.macros.cache_clear()
+        stack.enter_context(mock.patch.object(Passes, "leaves", leaves))
         yield
-    drafts_head.macros.cache_clear()
 
 
-def _captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """(a graph, what it leaves)."""
+def _captured(run: Callable[[], Any], leaving: Tensor | None = None) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """(a graph, what it leaves). leaving: a weight that leaves the L2 first."""
     for _ in range(2):
         run()
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         result = run()
+    if leaving is not None:
+        assert _let_leave(graph, leaving), "a node reads the weight"
+    graph.instantiate()
     return graph, result
+
+
+class _Window(ctypes.Structure):
+    """The driver's access policy, an attribute of a graph's node."""
+
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("num_bytes", ctypes.c_size_t),
+        ("share", ctypes.c_float),
+        ("hit", ctypes.c_int),
+        ("miss", ctypes.c_int),
+        ("rest", ctypes.c_byte * 36),
+    )
+
+
+def _let_leave(graph: torch.cuda.CUDAGraph, weight: Tensor) -> int:
+    """Let the nodes that are given a weight's address read it as what leaves the L2 first. How many there are."""
+    raw, count, changed = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t(), 0
+    driver.call("cuGraphGetNodes", raw, None, ctypes.byref(count))
+    nodes = (ctypes.c_void_p * count.value)()
+    driver.call("cuGraphGetNodes", raw, nodes, ctypes.byref(count))
+    window = _Window(weight.data_ptr(), 2 * weight.numel(), 1.0, _STREAMING, _STREAMING)
+    for handle in nodes:
+        node = ctypes.c_void_p(handle)
+        with contextlib.suppress(driver.DriverError):  # no kernel
+            if any(value == weight.data_ptr() for _, value in driver._read(node).params):
+                driver.call("cuGraphKernelNodeSetAttribute", node, _WINDOW, ctypes.byref(window))
+                changed += 1
+    return changed
 
 
 def _least(graph: torch.cuda.CUDAGraph) -> float:
@@ -216,10 +248,10 @@ class Timer:
         """Memory to be read."""
         self.drafter, self.length = drafter, length
         self.source, self._held = torch.zeros(_FLUSHED, dtype=torch.float32, device=CUDA), []  # type: ignore[var-annotated]
-        self.alone = self._captured(lambda: self.source.sum())
+        self.alone, _ = _captured(lambda: self.source.sum())
 
     def _captured(self, run: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-        graph, held = _captured(run)
+        graph, held = _captured(run, self.drafter.head.storage if Passes.leaves else None)
         self._held.append(held)
         return graph
 
@@ -241,7 +273,7 @@ def _time_all(timer: Timer, kinds: dict[str, Any]) -> None:
     graphs: dict[str, list[torch.cuda.CUDAGraph]] = {}
     times: dict[str, list[tuple[float, float]]] = {}
     for name, kind in kinds.items():
-        with _ends(*kind[:3], **dict(kind[3:])):
+        with _ends(*kind):
             graphs[name] = timer.graphs()
     for _ in range(3):
         for name, own in graphs.items():
@@ -305,13 +337,6 @@ def _time_head(drafter: Drafter, size: int) -> None:
     )
 
 
-def _carve(percent: int) -> None:
-    """What share of a processor's memory all of Triton's kernels would have as shared; -1: as the driver chooses."""
-    for function in launch.functions:
-        driver.call("cuFuncSetAttribute", ctypes.c_void_p(function), 9, percent)
-    print(f"{len(launch.functions)} kernels of Triton's prefer {percent} % of shared memory", flush=True)
-
-
 def _try(part: Callable[..., None], *args: Any) -> None:
     """A part that fails leaves the others to run."""
     try:
@@ -324,7 +349,7 @@ def main() -> None:
     """Print tables."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--length", type=int, default=300)
-    parser.add_argument("--forms", action="store_true")
+    parser.add_argument("--tiles", action="store_true")
     args = parser.parse_args()
     began, drafter = time.monotonic(), Drafter()
     num_bytes = {name: 2 * weight.numel() for name, weight in drafter.weights().items()}
@@ -332,44 +357,21 @@ def main() -> None:
     print(f"us of the bytes: {needs}, all {1e6 * sum(num_bytes.values()) / COPY:.1f}", flush=True)
     both, timer = (True, True), Timer(drafter, args.length)
     _try(_check_bits, drafter)
-    for joined in ((False, False), (True, False), both):
+    for joined in ((False, False), both):
         _try(_profile, drafter, args.length, joined)
     kinds: dict[str, Any] = {
-        "eight kernels": (False, False, None),
-        "entry and product": (True, False, None),
-        "head and draw": (False, True, None),
-        "both": (True, True, None),
+        "eight kernels": (False, False),
+        "entry and product": (True, False),
+        "head and draw": (False, True),
+        "both": (True, True),
+        "eight kernels, weights leave": (False, False, None, True),
+        "both, weights leave": (True, True, None, True),
     }
+    for tile in ((1, 5), (1, 8), (2, 4)) if args.tiles else ():
+        kinds[f"entry {tile[0]} warps, {tile[1]} stages"] = (True, True, tile)
     _try(_time_all, timer, kinds)
-    few = {name: kinds[name] for name in ("eight kernels", "entry and product", "both")}
-    five = {"5 stages": (True, True, None, ("_STAGES", 5))}
-    eight = {"8 warps, 1 block": (True, True, None, ("_WARPS", 8), ("_BLOCKS", 1))}
-    for percent in (100, -1):
-        _try(_carve, percent)
-        _try(_time_all, timer, few | five | eight)
-        if percent > 0:
-            _try(_profile, drafter, args.length, (True, False))
-            _try(_profile, drafter, args.length, both)
     for size in (2048, 4096):
         _try(_time_head, drafter, size)
-    if args.forms:
-        kinds = {"both": (True, True, None)}
-        for mib in (0, 6, 20, 28):
-            kinds[f"{mib} MiB ahead"] = (True, True, None, ("_AHEAD_BYTES", mib << 20))
-        kinds["0 MiB ahead, as ever"] = (True, True, None, ("_AHEAD_BYTES", 0), ("_FIRST", 0))
-        kinds["5 stages"] = (True, True, None, ("_STAGES", 5))
-        kinds["3 stages, 16 MiB"] = (True, True, None, ("_STAGES", 3), ("_AHEAD_BYTES", 16 << 20))
-        kinds["8 warps, 1 block"] = (True, True, None, ("_WARPS", 8), ("_BLOCKS", 1))
-        kinds["8 warps, 1 block, 5 stages"] = (True, True, None, ("_WARPS", 8), ("_BLOCKS", 1), ("_STAGES", 5))
-        weights = drafter.weights()
-        layer = tuple(weights[name] for name in ("qkv", "output", "gate_up", "down"))
-        kinds["layer kept"] = (True, True, None, ("_keeps", layer))
-        kinds["layer kept, the last time"] = (True, True, None, ("_keeps", layer), ("_KEPT_AT", 3))
-        kinds["q, k and v kept"] = (True, True, None, ("_keeps", layer[:1]))
-        kinds["all but q, k and v kept"] = (True, True, None, ("_keeps", layer[1:]))
-        for tile in ((1, 5), (1, 8), (2, 4)):
-            kinds[f"entry {tile[0]} warps, {tile[1]} stages"] = (True, True, tile)
-        _try(_time_all, timer, kinds)
     print(f"{time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -32,12 +30,10 @@ from octavo.ops.attention import rope_decode
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.attention.paged import paged_attention
 from octavo.ops.attention.paged_plan import Heads, Plan, Planner, Scratch
-from octavo.ops.compile import driver, launch
 from octavo.ops.decoder import DecoderLayerOperands, post_attention, project
 from octavo.ops.embedding import gpu as embedding
-from octavo.ops.gemm import LinearWeight, cluster_gemm, gemv, held_gemm, pack_linear, skinny_gemm, streamed_gemm
+from octavo.ops.gemm import LinearWeight, cluster_gemm, held_gemm, pack_linear, skinny_gemm, streamed_gemm
 from octavo.ops.gemm.fused import normed_logits
-from octavo.ops.gemm.row import row_product
 from octavo.ops.rope import Rotation, rope_table
 from octavo.ops.rope import gpu as rope
 from octavo.ops.sampling import gpu as sampling
@@ -344,17 +340,6 @@ def _time_draw(hidden: int, rows: int = 5) -> None:
     print(f"    {rows:2d} rows drawn {times[0]:7.2f}  {times[1]:8.2f}  {verdict}", flush=True)
 
 
-def _product(
-    plain: Callable[..., None], x: Tensor, weight: Tensor, out: Tensor, *, activation: str | None = None, **given: Any
-) -> None:
-    """By `row_product` where that serves."""
-    sides = {"normed": given.get("norm") is not None, "adds": given.get("residual") is not None}
-    if out.dtype == x.dtype and row_product.serves(x, weight, activation, **sides, plain=plain):
-        row_product.product(x, weight, out, activation=activation, **given)
-    else:
-        plain(x, weight, out, activation=activation, **given)
-
-
 def _try(part: Callable[..., None], *args: Any) -> None:
     """A part that fails leaves the others to run."""
     try:
@@ -378,7 +363,6 @@ def main() -> None:
     parser.add_argument("shapes", nargs="+", choices=SHAPES)
     parser.add_argument("--length", type=int, default=300)
     parser.add_argument("--apart", action="store_true")
-    parser.add_argument("--shared", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
     for shape in args.shapes:
@@ -389,15 +373,6 @@ def main() -> None:
         for length in (args.length, 258, 1027):  # the others: across the borders of leaves
             _try(_check_bits, layers, heads, length, 5)
         _try(_time_rows, layers, heads, args.length)
-        if args.shared:
-            for percent in (100, -1):
-                for function in launch.functions:
-                    driver.call("cuFuncSetAttribute", ctypes.c_void_p(function), 9, percent)
-                print(f"  all of Triton's kernels prefer {percent} % of shared memory", flush=True)
-                _try(_time_rows, layers, heads, args.length)
-                with mock.patch.object(gemv, "product", functools.partial(_product, gemv.product)):
-                    print("  products of a row in CUDA C++", flush=True)
-                    _try(_time_rows, layers, heads, args.length)
         if args.apart:
             _try(_time_apart, layers, heads, args.length)
         for queries, *names in ((1,), (5,), (5, "verifies_in_columns")):

@@ -128,7 +128,7 @@ def test_a_draft_is_six_kernels() -> None:
     """
     found, _ = launched("0.6b", drafts=True)
     print(found)
-    assert found["product_and_draft"] == 4 and found["_entry_product"] == 4
+    assert found["_product_and_draw"] == 4 and found["_entry_product"] == 4
     assert found["_beside"] == 1 and found["_lay_out"] == 1 and found["_draw_drafts"] == 0
     assert found["_keep"] == 3
     small = sum(count for name, count in found.items() if "at::native" in name)

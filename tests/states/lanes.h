@@ -248,14 +248,3 @@ static void multiply_tf32(float (&sum)[4], const Four& a, const Two& b) {
         }
     });
 }
-
-static u64 first_evicted() { return 0; }
-static u64 as_ever() { return 0; }
-static void copy16_as(u32 to, u64 from, u64) { copy_bytes(to, from, 16, 16); }
-static void keep_line(u64 at) { volatile char there = *(const char*)at; }
-static void fetch_line(u64 at) { volatile char there = *(const char*)at; }
-static void ready_now(float x) { if (x == INFINITY) abort(); }
-static u64 keep_larger(u64* at, u64 x) { u64 y = *at; if (x > y) *at = x; return y; }
-static u32 count_up(u32* at) { return (*at)++; }
-static u64 take(u64* at) { u64 x = *at; *at = 0; return x; }
-static float fused(float x, float y, float z) { return fmaf(x, y, z); }

@@ -140,35 +140,3 @@ __device__ inline float widened(u32 x) {  // a 16-bit number
     return __uint_as_float(x << 16);
 #endif
 }
-__device__ inline float fused(float x, float y, float z) { return __fmaf_rn(x, y, z); }
-
-// As copy16, of what is not read again soon: other lines stay in the L2 for it.
-__device__ inline u64 first_evicted() {
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-__device__ inline u64 as_ever() {
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-__device__ inline void copy16_as(u32 to, u64 from, u64 policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "l"(policy) : "memory");
-}
-__device__ inline void keep_line(u64 at) { asm volatile("prefetch.global.L2::evict_last [%0];" :: "l"(at) : "memory"); }
-__device__ inline void fetch_line(u64 at) { asm volatile("prefetch.global.L2 [%0];" :: "l"(at) : "memory"); }
-// The assembler would else compute it behind the wait: what could trap stays.
-__device__ inline void ready_now(float x) {
-    asm volatile("{ .reg .pred over; setp.eq.f32 over, %0, 0f7F800000; @over trap; }" :: "f"(x));
-}
-
-// Numbers in global memory that blocks share.
-__device__ inline u64 keep_larger(u64* at, u64 x) { return atomicMax((unsigned long long*)at, x); }
-__device__ inline u32 count_up(u32* at) {
-    __threadfence();
-    u32 before = atomicAdd(at, 1);
-    __threadfence();
-    return before;
-}
-__device__ inline u64 take(u64* at) { return atomicExch((unsigned long long*)at, 0); }

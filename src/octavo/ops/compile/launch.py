@@ -85,7 +85,6 @@ def _has_pdl(device: torch.device) -> bool:
 
 _LOADING_SECONDS = 0.15  # loading takes a few ms, compiling a few tenths of a second at least
 _slowest = 0.0  # of first launches, in seconds
-functions: list[int] = []  # the driver's, of kernels that were launched directly
 _INT32 = 1 << 31
 _ALIGNED = 15  # of addresses and numbers, Triton knows whether 16 divides them
 _ONE = "1"  # a constant to Triton; as a key, the number would equal True, which says that 16 divides one
@@ -130,7 +129,6 @@ class Direct:
         last = list(self.kernel.signature.parameters.values())[num_args:]
         is_last = self.kernel.constexprs == [num_args + i for i in range(len(last))]
         if is_last and getattr(compiled, "function", None) is not None:
-            functions.append(compiled.function)
             values = [constants.get(parameter.name, parameter.default) for parameter in last]
             self._ready[key] = compiled.run, compiled.function, compiled.packed_metadata, values
 

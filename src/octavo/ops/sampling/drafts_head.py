@@ -1,168 +1,150 @@
 """A drafter's last norm, its head and a draw in one kernel: `draw_drafts_of` of `octavo.ops.sampling.drafts`.
 
-Owns that kernel's forms and launch, for one row of bfloat16 on Hopper; `drafts_head.cu` does the work. It is not
-Triton's: its weights are told to leave the L2 first, so that the layer's stay there from one draft to the next. Does
-not know layers. Invariant: the draft is that of `normed_logits` and `octavo.ops.sampling.drafts_gpu`: logits have their
-bits, and how a vocabulary is split moves nothing. It begins whole, as a draw does, see `octavo.ops.compile.launch`.
+Owns that kernel, of one row of bfloat16: a head's weights stream as in `octavo.ops.gemm.gemv`, and what a program
+computes of logits it compares at once; none are written. Its scratch memory is that of draws, see
+`octavo.ops.sampling.gpu`. Does not know layers. Invariant: the draft is that of `normed_logits` and
+`octavo.ops.sampling.drafts_gpu`: logits have their bits, and how a vocabulary is split moves nothing.
 """
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
 from __future__ import annotations
 
-import ctypes
-import dataclasses
-import functools
-from pathlib import Path
-
 import torch
+import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from octavo.ops import compile
-from octavo.ops.compile import loaded
-from octavo.ops.gemm import gpu as matmul
-from octavo.ops.gemm.gemm_pipeline import is_hopper
-from octavo.ops.inputs.tensors import DraftRows, RowTensors
-from octavo.ops.norm import rms_norm
-from octavo.ops.sampling import drafts_gpu
+from octavo.ops.compile.launch import begin_whole, chained, launched, ready_before
+from octavo.ops.gemm import gemv
+from octavo.ops.gemm.gemv import ask, normed_by, spread
+from octavo.ops.gemm.gpu import is_reproducible
+from octavo.ops.inputs.tensors import DraftRows
+from octavo.ops.sampling.gpu import scratch_of
+from octavo.ops.sampling.noise import gumbel, stream_key, uniform_words
 
-_KERNEL = "product_and_draft"
-# Of a block, of a warp's ring, k of a stage: two blocks leave the next draft's entry room on a processor.
-_WARPS, _STAGES, _PART, _BLOCKS = 4, 4, 128, 2
-_AHEAD_BYTES = 12 << 20  # of the weights, that are on their way to the L2 when the row comes, beside the rings
-_keeps: tuple[Tensor, ...] = ()
-_KEPT_AT, _FIRST = -1, 1
-_K = 1024, 2048, 4096
-_CHECKED = 5  # rows, each alone
-_WHOSE = "a drafter's head and its draws run"
+_MAX_PROGRAMS = 512  # whose bests one program compares
 
 
-class Told(ctypes.Structure):
-    """What a launch is told, as drafts_head.cu has it."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("x", "norm", "weight", "ids", "rows", "sample_of", "lengths")),
-        *((name, ctypes.c_uint64) for name in ("token_ids", "total_len", "temperatures", "seeds", "drafts")),
-        *((name, ctypes.c_uint64) for name in ("best", "arrived")),
-        ("kept", ctypes.c_uint64 * 4),
-        ("kept_bytes", ctypes.c_uint64 * 4),
-        ("eps", ctypes.c_float),
-        ("noise", ctypes.c_float),
-        ("groups", ctypes.c_uint32),
-        ("width", ctypes.c_int32),
-        ("place", ctypes.c_int32),
-    )
+@gluon.jit
+def _noise_of(token, low, high, amount):
+    return gumbel(uniform_words(low, high, token.to(gl.uint32))) * amount
 
 
-@functools.cache
-def source() -> str:
-    """The kernel's text, behind a lane's instructions."""
-    lanes = Path(compile.__file__).with_name("lanes.cu").read_text(encoding="utf-8")
-    return lanes + Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+@launched(gluon.jit(do_not_specialize=["place"]))
+def _product_and_draw(
+    x, norm, weight, ids, rows, sample_of, lengths, token_ids, total_len, temperatures, seeds, drafts, values, codes,
+    arrived, eps, noise, width, place, N: gl.constexpr, K: gl.constexpr, LEVELS: gl.constexpr, BN: gl.constexpr,
+    PART: gl.constexpr, STAGES: gl.constexpr, MAPPED: gl.constexpr, BESTS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Every so many groups of BN channels; the last program takes the best of all.
+
+    It begins whole, as `drafts_gpu._draw_drafts` does: what is read ahead of the wait was written before the pass.
+    """
+    dtype: gl.constexpr = weight.dtype.element_ty
+    PARTS: gl.constexpr = K // PART
+    lines: gl.constexpr = gl.BlockedLayout([1, 8], [256 // PART, PART // 8], [4, 1], [1, 0])
+    wide: gl.constexpr = spread(K, 4)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8])
+    line: gl.constexpr = gl.SliceLayout(1, sums)
+    left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, sums, 2)
+    first, stride = gl.program_id(0) * BN, gl.num_programs(0) * BN
+    groups = (N - first + stride - 1) // stride
+    # The ring is filled.
+    at = weight + gl.arange(0, BN, gl.SliceLayout(1, lines))[:, None].to(gl.int64) * K
+    at += gl.arange(0, PART, gl.SliceLayout(0, lines))[None, :]
+    ring = gl.allocate_shared_memory(dtype, [STAGES, BN, PART], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    for early in gl.static_range(STAGES - 1):
+        ask(ring, at, early, first, stride, N, K, PART, STAGES, False)
+        async_copy.commit_group()
+    normed = gl.allocate_shared_memory(dtype, [1, 1, K], plain)
+    k = gl.arange(0, K, gl.SliceLayout(0, wide))[None, :]
+    scale = gl.load(norm + k)
+    row = gl.load(rows)
+    total_tokens = gl.load(total_len + row)
+    live = (gl.load(sample_of) >= 0) & (gl.load(lengths) > 0)
+    temperature = gl.load(temperatures + row) * noise
+    low, high = stream_key(gl.load(seeds + row), total_tokens.to(gl.int64) + place)
+    greedy = temperature == 0.0
+    inverse = gl.where(greedy, 1.0, tl.div_rn(1.0, gl.where(greedy, 1.0, temperature)))
+    amount = gl.where(greedy, 0.0, 1.0)
+    channel = first + gl.arange(0, BN, line)
+    token = gl.load(ids + channel).to(gl.int32) if MAPPED else channel
+    own_noise = ready_before(_noise_of(token, low, high, amount), PDL)
+    best = gl.full([BN, 8], float("-inf"), gl.float32, sums)
+    best_id = gl.zeros([BN, 8], gl.int32, sums)
+    begin_whole(PDL)
+    # The row is there.
+    normed.index(0).store(normed_by(x, k, scale, eps, K, LEVELS, 4).to(dtype))
+    parts = normed._reinterpret(dtype, [PARTS, 1, PART], plain)
+    for group in range(groups):
+        if group > 0:
+            channel += stride
+            token = gl.load(ids + channel).to(gl.int32) if MAPPED else channel
+            own_noise = _noise_of(token, low, high, amount)
+        total = gl.zeros([BN, 8], gl.float32, sums)
+        for part in range(PARTS):
+            step = group * PARTS + part
+            async_copy.wait_group(STAGES - 2)
+            tl.debug_barrier()
+            if step + (STAGES - 1) < groups * PARTS:
+                ask(ring, at, step + (STAGES - 1), first, stride, N, K, PART, STAGES, False)
+            async_copy.commit_group()
+            b = parts.index(part).permute((1, 0)).load(right)
+            b = gl.broadcast(b, gl.zeros([PART, 8], dtype, right))[0]
+            total = mma_v2(ring.index(step % STAGES).load(left), b, total)
+        score = gl.fma(total, inverse, own_noise[:, None])
+        score = gl.where(total == total, score, float("-inf"))
+        better = (score > best) | ((score == best) & (token[:, None] < best_id))
+        best_id = gl.where(better, token[:, None], best_id)
+        best = gl.where(better, score, best)
+    top = gl.max(gl.max(best, 1), 0)
+    winner = gl.min(gl.min(gl.where(best == top, best_id, 2147483647), 1), 0)
+    gl.store(values + gl.program_id(0), top)
+    gl.store(codes + gl.program_id(0), winner)
+    tl.debug_barrier()
+    if gl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
+        each = gl.arange(0, BESTS, gl.BlockedLayout([1], [32], [4], [0]))
+        there = each < gl.num_programs(0)
+        value = gl.load(values + each, mask=there, other=float("-inf"), cache_modifier=".cg")
+        code = gl.load(codes + each, mask=there, other=0, cache_modifier=".cg")
+        top = gl.max(value, 0)
+        winner = gl.min(gl.where(value == top, code, 2147483647), 0)
+        winner = gl.where(top > float("-inf"), winner, 0)
+        gl.store(arrived, 0)
+        gl.store(drafts, winner.to(gl.int64))
+        if live & (total_tokens + place < width):
+            gl.store(token_ids + row * width + total_tokens + place, winner)
 
 
-@functools.cache
-def macros(k: int, processors: int) -> loaded.Macros:
-    """Those of a head's weight of so many k."""
-    ahead = _AHEAD_BYTES // (32 * _PART * _WARPS * _BLOCKS * processors)
-    return {"K": k, "WARPS": _WARPS, "STAGES": _STAGES, "PART": _PART, "AHEAD": ahead, "FIRST": _FIRST, "HALF": 0}
-
-
-def shared_bytes(own: loaded.Macros) -> int:
-    """Of a block: the row, a best of each warp, rings."""
-    k, warps, stages, part = (int(own[name]) for name in ("K", "WARPS", "STAGES", "PART"))
-    return -(-(2 * k + 8 * warps) // 128) * 128 + warps * stages * 16 * (2 * part + 16)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _scratch(device: torch.device) -> Tensor:
-    """The best of all blocks, and how many have told: zero between launches, of which one at a time may use it."""
-    return torch.zeros(2, dtype=torch.int64, device=device)
+def _tile(x: Tensor, weight: Tensor) -> gemv.Tile | None:
+    """As a head's in float32: programs of four warps, whose weights stream."""
+    tile = gemv.tile_for(*weight.shape, True, False, gemv.num_processors(x.device), True)
+    is_plain = tile is not None and tile.stages and tile.warps == 4 and tile.programs <= _MAX_PROGRAMS
+    return tile if is_plain else None
 
 
 def serves(x: Tensor, weight: Tensor, of: DraftRows) -> bool:
-    """Whether `draw` runs these: one row, by a head of whole groups of channels. Not first in a capture."""
-    (num_rows, k), n = x.shape, weight.shape[0]
-    if num_rows != 1 or len(of.rows) != 1 or k not in _K or n % 16 or not matmul.is_reproducible():
+    """Whether `draw` runs these: one row, by a head whose channels are a power of two."""
+    num_rows, k = x.shape
+    if num_rows != 1 or k & (k - 1) or not is_reproducible() or len(of.rows) != 1:
         return False
-    if not x.dtype == weight.dtype == torch.bfloat16 or not is_hopper(x.device) or not weight.is_contiguous():
-        return False
-    if (x.data_ptr() | weight.data_ptr()) % 16:
-        return False
-    own = macros(k, _processors(x.device))
-    if not loaded.is_found(_KERNEL, source, shared_bytes(own), own, x.device, _WHOSE):
-        return False
-    compare = functools.partial(_draws_alike, weight)
-    return loaded.agrees(_KERNEL, (n, k), own, x.device, compare, _WHOSE)
-
-
-def _draws_alike(weight: Tensor) -> bool:
-    (n, k), device = weight.shape, weight.device
-    generator = torch.Generator(device).manual_seed(0)
-    x = torch.randn(_CHECKED, k, generator=generator, device=device).to(weight.dtype)
-    norm, rows = torch.rand(k, generator=generator, device=device) + 0.5, torch.arange(_CHECKED, device=device)
-    ids, one = 3 * torch.arange(n, device=device).flip(0), torch.ones(_CHECKED, dtype=torch.int32, device=device)
-    tables = [RowTensors(x.new_zeros((_CHECKED, 8), dtype=torch.int32), 3 * one, 3 * one) for _ in range(2)]
-    ours, theirs = (
-        DraftRows(rows, (one, one), table, 2, (rows % 3) * 0.5, rows * 7919, 0.8, 3 * n) for table in tables
-    )
-    logits = torch.cat(
-        [matmul.linear(rms_norm(x[i : i + 1], norm, 1e-6), weight, None, _room(x, n)) for i in range(_CHECKED)]
-    )
-    expected = drafts_gpu.draw_drafts(logits, ids, theirs)
-    found = torch.cat([draw(x[i : i + 1], norm, 1e-6, weight, ids, _alone(ours, i)) for i in range(_CHECKED)])
-    return torch.equal(found, expected) and torch.equal(tables[0].token_ids, tables[1].token_ids)
-
-
-def _room(x: Tensor, n: int) -> Tensor:
-    return x.new_empty((1, n), dtype=torch.float32)
-
-
-def _alone(of: DraftRows, entry: int) -> DraftRows:
-    some = slice(entry, entry + 1)
-    return dataclasses.replace(of, rows=of.rows[some], live=(of.live[0][some], of.live[1][some]))
+    return gemv.serves(x, weight, None, None, normed=True, out_dtype=torch.float32) and _tile(x, weight) is not None
 
 
 def draw(x: Tensor, norm: Tensor, eps: float, weight: Tensor, ids: Tensor | None, of: DraftRows) -> Tensor:
-    """See `octavo.ops.sampling.drafts.draw_drafts_of`, of calls that `serves` takes."""
+    """See `octavo.ops.sampling.drafts.draw_drafts_of`."""
+    (n, k), scratch, tile = weight.shape, scratch_of(x.device), _tile(x, weight)
+    assert tile is not None and (ids is None or len(ids) == n), "each channel has an id; ask `serves` first"
     drafts = torch.empty(1, dtype=torch.int64, device=x.device)
-    processors = _processors(x.device)
-    own = macros(weight.shape[1], processors)
-    told = told_of(x, norm, eps, weight, ids, of, drafts, _scratch(x.device))
-    blocks = min(_BLOCKS * processors, -(-weight.shape[0] // (16 * _WARPS)))
-    loaded.run(_KERNEL, told, blocks, 32 * _WARPS, shared_bytes(own), own, x.device)
+    _product_and_draw[(tile.programs,)](
+        x, norm, weight, of.rows if ids is None else ids, of.rows, *of.live, of.table.token_ids, of.table.total_len,
+        of.temperatures, of.seeds, drafts, scratch.values, scratch.codes, scratch.arrived, eps, float(of.noise),
+        of.table.token_ids.shape[1], of.place, N=n, K=k, LEVELS=k.bit_length() - 1, BN=tile.channels, PART=tile.part,
+        STAGES=tile.stages, MAPPED=ids is not None, BESTS=_MAX_PROGRAMS, num_warps=4, enable_fp_fusion=False,
+        **chained(x.device),
+    )  # fmt: skip
     return drafts
-
-
-def told_of(
-    x: Tensor,
-    norm: Tensor,
-    eps: float,
-    weight: Tensor,
-    ids: Tensor | None,
-    of: DraftRows,
-    drafts: Tensor,
-    scratch: Tensor,
-) -> Told:
-    """What a launch is told: addresses and numbers."""
-    keeps = _keeps if of.place == _KEPT_AT or _KEPT_AT < 0 else ()
-    assert x.stride(1) == 1 and (ids is None or len(ids) == len(weight)), "each channel has an id"
-    return Told(
-        *(tensor.data_ptr() for tensor in (x, norm, weight)),
-        0 if ids is None else ids.data_ptr(),
-        of.rows.data_ptr(),
-        *(tensor.data_ptr() for tensor in (*of.live, of.table.token_ids, of.table.total_len)),
-        *(tensor.data_ptr() for tensor in (of.temperatures, of.seeds, drafts)),
-        scratch.data_ptr(),
-        scratch.data_ptr() + 8,
-        (ctypes.c_uint64 * 4)(*(tensor.data_ptr() for tensor in keeps)),
-        (ctypes.c_uint64 * 4)(*(tensor.numel() * tensor.element_size() for tensor in keeps)),
-        eps,
-        of.noise,
-        weight.shape[0] // 16,
-        of.table.token_ids.shape[1],
-        of.place,
-    )

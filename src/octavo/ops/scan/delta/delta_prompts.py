@@ -10,7 +10,6 @@ import ctypes
 
 import torch
 
-from octavo.ops.compile import loaded
 from octavo.ops.scan.delta import loading
 
 serves, macros = loading.serves, loading.macros
@@ -39,4 +38,4 @@ def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
 
 def launch(told: Told, num_rows: int, own: dict[str, int | str], device: torch.device) -> None:
     """Run it. Ask `is_loaded` first."""
-    loaded.run("delta_prompts", told, num_rows * int(own["HEADS"]), 256, SHARED, own, device)
+    loading.run("delta_prompts", told, num_rows * int(own["HEADS"]), 256, SHARED, own, device)

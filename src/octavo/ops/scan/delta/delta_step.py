@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.ops.compile import loaded
 from octavo.ops.scan.delta import loading
 from octavo.ops.scan.kept import Form
 
@@ -58,7 +57,7 @@ def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
 def launch(told: Told, own: dict[str, int | str], device: torch.device) -> None:
     """Run it; it may begin before the kernel ahead has ended. Ask `is_loaded` first."""
     blocks = min(told.num_rows * int(own["KEY_HEADS"]), int(own["RESIDENT"]) * _processors(device))
-    loaded.run("delta_step", told, blocks, 128 * int(own["PER"]) + 32, shared_bytes(own), own, device)
+    loading.run("delta_step", told, blocks, 128 * int(own["PER"]) + 32, shared_bytes(own), own, device)
 
 
 @functools.cache
