@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One H200, about 120 s where kernels are compiled already, 560 s at most (PARTS="tests", "bits" or "bench" runs a part; "cases" the kernels of drafts against their references, some 40 s): tests/gpu of speculation; the axis speculation on 0.6b; one row
 # with an oracle of p = 0.8 and k = 4 beside plain on 0.6b and 8b, bare and with an EAGLE-3-shaped drafter of random weights run for its
-# cost; 64 rows of 8b; n-grams. PARTS="row" is the four of one row alone (some 60 s), "row profile" with their kernels. Every comparison
+# cost; 64 rows of 8b; n-grams. PARTS="row" is the four of one row alone (some 60 s), "row profile" with their kernels, "eagle profile" the drafter's on 0.6b alone. Every comparison
 # fails if a token differs. Table last. Run in the repository root.
 set -u
 PY=${PY:-python3}; OUT=${OUT:-/tmp}; PARTS=${PARTS:-"bench bits tests"}
@@ -26,6 +26,7 @@ case "$PARTS" in *bench*|*row*)
   one 0.6b_eagle3 0.6b single --oracle 0.8 --drafts "$(cost 0.6b)" $PROFILE
   one 8b_eagle3 8b single --oracle 0.8 --drafts "$(cost 8b)" $PROFILE
 esac
+case "$PARTS" in *eagle*) MOST=90 one 0.6b_eagle3 0.6b single --oracle 0.8 --drafts "$(cost 0.6b)" $PROFILE;; esac
 case "$PARTS" in *bench*)
   one 8b_rows64 8b decode64 --oracle 0.8
   one 0.6b_ngram 0.6b quotes --drafts '{"method": "ngram"}'

@@ -168,6 +168,7 @@ def _language(program: int, programs: int) -> dict[str, Any]:
         "load": lambda at, mask=None, other=None, cache_modifier="": at.load(mask, other),
         "max": lambda x, axis: x.amax(axis),
         "maximum": _pair(torch.maximum),
+        "min": lambda x, axis: x.amin(axis),
         "minimum": _pair(torch.minimum),
         "num_programs": lambda _: programs,
         "permute": lambda x, order: x.permute(order),

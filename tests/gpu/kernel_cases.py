@@ -260,6 +260,10 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     ),
     "a drafter's entries": (functools.partial(draft_rig.check_beside, "cuda", BF16), ("embedding.beside_gpu._beside",)),
     "kept sums": (functools.partial(draft_rig.check_kept_sum, "cuda", BF16), ("norm.kept_sum_gpu._keep",)),
+    "both ends of a drafter's pass": (
+        functools.partial(draft_rig.check_ends, "cuda", 1024, 16448),
+        ("embedding.beside_gemv._entry_product", "sampling.drafts_head._product_and_draw"),
+    ),
     "drafts": (functools.partial(draft_rig.check_drafts, "cuda", 1801), ("sampling.drafts_gpu._draw_drafts",)),
     "prompt lookup": (functools.partial(gpu_rig.check_look_up, "cuda", 3001), ("lookup.gpu._look_up",)),
     "short convolution": (

@@ -24,6 +24,8 @@ from octavo.checkpoint.drafters import build_drafters, read_drafter
 from octavo.checkpoint.loader import fill_model
 from octavo.models import ARCHITECTURES
 from octavo.models.drafters import DraftHead
+from octavo.ops.inputs.tensors import DraftRows, RowTensors
+from octavo.ops.sampling.drafts import draw_drafts_composed
 
 SIZE, HEADS, KV_HEADS, HEAD, INNER, VOCAB, DRAFT_VOCAB = 64, 4, 2, 16, 96, 199, 61
 LENGTH = 23
@@ -152,6 +154,14 @@ def embedded(target: Any, tokens: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def drawn(count: int) -> DraftRows:
+    """Drafts of so many rows, greedy ones and others."""
+    one = torch.ones(count, dtype=torch.int32)
+    token_ids, rows = torch.zeros(count + 1, 8, dtype=torch.int32), torch.arange(count)
+    table = RowTensors(token_ids, torch.full((count + 1,), 3, dtype=torch.int32), torch.zeros(0, dtype=torch.int32))
+    return DraftRows(rows, (one, one), table, 1, (rows % 2).float(), rows, 1.0, VOCAB)
+
+
 def eagle3_weights(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Of a head that knows the tokens `ids`, in order."""
     known = torch.zeros(VOCAB, dtype=torch.bool)
@@ -193,6 +203,9 @@ def test_eagle3_equals_a_plain_loop(target: Any, tmp_path: Path, normed: bool) -
     assert found.dtype == torch.float32
     assert (found - logits).abs().max() <= TOLERANCE
     assert drafter.target_ids is not None and drafter.target_ids.equal(ids)
+    ours, theirs = drawn(LENGTH), drawn(LENGTH)
+    assert torch.equal(drafter.draw(expected, ours), draw_drafts_composed(found, ids, theirs))
+    assert torch.equal(ours.table.token_ids, theirs.table.token_ids) and ours.table.token_ids.any()
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ import torch
 
 from gpu_rig import BF16, F32, assert_close, assert_equal, heavy
 from octavo.bench import oracle, oracle_gpu
-from octavo.ops.embedding import beside, beside_gpu
-from octavo.ops.inputs.tensors import RowTensors
+from octavo.ops.embedding import beside, beside_gemv, beside_gpu
+from octavo.ops.gemm import pack_linear
+from octavo.ops.gemm.fused import linear_of_few, normed_logits
+from octavo.ops.inputs.tensors import DraftRows, RowTensors
 from octavo.ops.norm import kept_sum_gpu
-from octavo.ops.sampling import drafts, drafts_gpu
+from octavo.ops.sampling import drafts, drafts_gpu, drafts_head
 
 
 def check_beside(device: str, dtype: torch.dtype, size: int = 96) -> None:
@@ -55,6 +57,21 @@ class Rows:
         self.temperatures = (torch.arange(10) % 3 / 2).to(device)
         self.seeds = torch.randint(-(2**62), 2**62, (10,), generator=generator).to(device)
 
+    def drafts(self, place: int, noise: float, vocab_size: int, only: int | None = None) -> DraftRows:
+        """Of all entries, or of one."""
+        some = slice(None) if only is None else slice(only, only + 1)
+        sample_of, lengths = self.live
+        return DraftRows(
+            rows=self.rows[some],
+            live=(sample_of[some], lengths[some]),
+            table=self.table,
+            place=place,
+            temperatures=self.temperatures,
+            seeds=self.seeds,
+            noise=noise,
+            vocab_size=vocab_size,
+        )
+
 
 def check_drafts(device: str, num_places: int) -> None:
     """By the target's ids, in any order, and by places; ties, nothing but -inf and NaN among the logits."""
@@ -69,22 +86,40 @@ def check_drafts(device: str, num_places: int) -> None:
                 found, theirs = (
                     draw(
                         logits.to(own.rows.device),
-                        *((None if ids is None else ids.to(own.rows.device), *rest)),
-                        own.rows,
-                        own.live,
-                        own.table,
-                        place,
-                        own.temperatures,
-                        own.seeds,
-                        noise,
+                        None if ids is None else ids.to(own.rows.device),
+                        own.drafts(place, noise, vocab_size),
                     )
-                    for own, draw, rest in (
-                        (ours, drafts_gpu.draw_drafts, ()),
-                        (expected, drafts.draw_drafts_composed, (vocab_size,)),
-                    )
+                    for own, draw in ((ours, drafts_gpu.draw_drafts), (expected, drafts.draw_drafts_composed))
                 )
                 assert torch.equal(found.cpu(), theirs), (num_places, noise, place)
             assert torch.equal(ours.table.token_ids[:-1].cpu(), expected.table.token_ids[:-1])
+
+
+def check_ends(device: str, size: int, places: int) -> None:
+    """One row: entry and product, head and draw, each in one kernel, against the kernels one by one."""
+    table, states = heavy(500, size, BF16, device).contiguous(), heavy(9, size, BF16, device, 1)
+    generator = torch.Generator().manual_seed(size)
+    first, second, last = ((0.5 + torch.rand(size, generator=generator)).to(device) for _ in range(3))
+    qkv, weight = heavy(4096, 2 * size, BF16, device, 2) / 256, heavy(places, size, BF16, device, 3) / 256
+    packed, head = pack_linear(qkv.contiguous()), pack_linear(weight.contiguous())
+    target_ids = torch.randperm(3 * places, generator=generator)[:places].to(device)
+    for trial in range(9):
+        token, state, normed = torch.tensor([41 * trial], device=device), states[trial : trial + 1], trial % 2 == 0
+        assert beside_gemv.serves(1, table, 1.0, state, packed.storage)
+        for of in (token, state, None), (torch.arange(9, device=device) * 41, states, torch.tensor([trial])):
+            ids, source, pick = (None if one is None else one.to(device) for one in of)
+            given, behind = (ids, table, 1.0, source, (first, second), 1e-6), pick is None
+            projected, own = beside.project_beside(*given, packed, None, pick, normed=normed, behind_draw=behind)
+            both, expected = beside_gpu.embed_beside(*given, pick, normed=normed)
+            assert torch.equal(own, expected) and torch.equal(projected, linear_of_few(both, packed)), (trial, behind)
+        ours, theirs = Rows(device), Rows(device)
+        for noise in (0.0, 0.8):
+            of, of_theirs = (rows.drafts(trial % 2, noise, 3 * places, trial % 8) for rows in (ours, theirs))
+            assert drafts_head.serves(state, head.storage, of)
+            found = drafts.draw_drafts_of(state, last, 1e-6, head, target_ids if normed else None, of)
+            logits = normed_logits(state, last, 1e-6, head)
+            assert torch.equal(found, drafts_gpu.draw_drafts(logits, target_ids if normed else None, of_theirs)), trial
+            assert torch.equal(ours.table.token_ids, theirs.table.token_ids)
 
 
 def check_oracle(device: str) -> None:

@@ -30,10 +30,11 @@ from octavo.ops.attention import (  # noqa: E402
 )
 from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
 from octavo.ops.compile import launch  # noqa: E402
+from octavo.ops.embedding import beside_gemv  # noqa: E402
 from octavo.ops.gemm import gemv, held_gemm, streamed_gemm  # noqa: E402
-from octavo.ops.inputs.tensors import RowTensors  # noqa: E402
+from octavo.ops.inputs.tensors import DraftRows, RowTensors  # noqa: E402
 from octavo.ops.rope import Rotation  # noqa: E402
-from octavo.ops.sampling import drafts_gpu  # noqa: E402
+from octavo.ops.sampling import drafts_gpu, drafts_head  # noqa: E402
 from octavo.ops.sampling import gpu as drawing  # noqa: E402
 
 CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
@@ -265,14 +266,29 @@ def test_few_rows_of_a_head(compiled: list[Any], k: int) -> None:
     assert compiled[0].metadata.shared <= SHARED_BYTES // (2 if k == 1024 else 1)
 
 
+def test_attention_has_room_beside_a_drafters_entry(compiled: list[Any]) -> None:
+    """So its K and V are on their way when q, k and v are there; the state is normed before the token is there."""
+    states, table = torch.zeros(1, 1024, dtype=BF16), torch.zeros(8, 1024, dtype=BF16)
+    norms, weight = (torch.ones(1024), torch.ones(1024)), torch.zeros(4096, 2048, dtype=BF16)
+    ids = torch.zeros(1, dtype=torch.int64)
+    for pick in (None, ids):
+        given = ids, table, states, norms, 1e-6, weight, pick
+        beside_gemv.project(*given, normed=pick is None, behind_draw=pick is None)
+    of_attention = rope_decode_kernel._SHARED_BYTES
+    assert compiled[0].metadata.shared + of_attention + 2 * 1024 <= SHARED_BYTES + 1024
+
+
 def test_noise_is_made_before_a_draw_waits_for_its_logits(compiled: list[Any], tmp_path: Path) -> None:
     """An assembler may put behind a wait what need not be there: it did."""
     rows, numbers = torch.zeros(5, dtype=torch.int64), torch.zeros(5)
     drawing.draw(torch.zeros(5, 5000), rows, numbers, rows, rows, ready=True)
     table = RowTensors(torch.zeros(6, 64, dtype=torch.int32), *torch.zeros(2, 6, dtype=torch.int32))
     live = torch.zeros(2, 5, dtype=torch.int32)
-    drafts_gpu.draw_drafts(torch.zeros(5, 5000), None, rows, (live[0], live[1]), table, 1, numbers, rows, 0.8)
-    assert len(compiled) == 2
+    of = DraftRows(rows, (live[0], live[1]), table, 1, numbers, rows, 0.8, 5000)
+    drafts_gpu.draw_drafts(torch.zeros(5, 5000), None, of)
+    x, weight = torch.zeros(1, 1024, dtype=BF16), torch.zeros(32000, 1024, dtype=BF16)
+    drafts_head.draw(x, torch.ones(1024), 1e-6, weight, None, of)
+    assert len(compiled) == 3
     for kernel in compiled:
         path = tmp_path / "kernel.cubin"
         path.write_bytes(kernel.asm["cubin"])
@@ -280,4 +296,5 @@ def test_noise_is_made_before_a_draw_waits_for_its_logits(compiled: list[Any], t
         before, wait, _ = subprocess.run(command, capture_output=True, text=True, check=True).stdout.partition(
             "ACQBULK"
         )
-        assert wait and before.count("FFMA") >= 4 * _TERMS, kernel.metadata.name
+        entries = 2 if "product" in kernel.metadata.name else 4  # of a thread
+        assert wait and before.count("FFMA") >= entries * _TERMS, kernel.metadata.name

@@ -33,11 +33,10 @@ class Recorder:
         self.seen.append("pass behind a draw" if behind_draw else "pass")
         return torch.zeros(1, 4)
 
-    def logits(self, states: Any) -> torch.Tensor:
-        self.seen.append("head")
-        return torch.zeros(1, 8)
+    def rows(self, step: Any, place: int) -> None:
+        """Whose drafts are drawn: nothing is launched."""
 
-    def write(self, step: Any, logits: Any, vocabulary: Any, place: int) -> torch.Tensor:
+    def draw(self, states: Any, of: Any) -> torch.Tensor:
         self.seen.append("draw")
         return torch.zeros(1, dtype=torch.int64)
 

@@ -170,12 +170,16 @@ class Attention(Layer):
         self._rope_and_store(linear_of_few(x, rest, bias), num_heads)
 
     def project_and_attend(self, x: torch.Tensor) -> torch.Tensor:
-        """What `attend` gives of `rope_and_store` of what `qkv` gives of x [tokens, size]: in few kernels, if it can.
+        """`attend_projection` of what `qkv` gives of x [tokens, size]."""
+        return self.attend_projection(linear_of_few(x, self.qkv.packed, self.qkv.bias))
+
+    def attend_projection(self, projected: torch.Tensor) -> torch.Tensor:
+        """What `attend` gives of `rope_and_store` of what `qkv` gave [tokens, channels]: in one kernel, if it can.
 
         As in steps, in a graph of rows none of which reads what another one stores.
         """
         context, spec = current_context(), self.spec
-        own, projected = context.layers[self.index], linear_of_few(x, self.qkv.packed, self.qkv.bias)
+        own = context.layers[self.index]
         backend, is_apart = own.backend, own.inputs.max_query_len == 1 or own.inputs.apart
         if context.for_capture and is_apart and isinstance(backend, FusedRopeBackend):
             rotation = Rotation(

@@ -7,6 +7,7 @@ stores its weight once, packed for the head's product; the embedding reads rows 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TypeGuard
 
 import torch
 
@@ -15,10 +16,12 @@ from octavo.layers.base import Layer
 from octavo.layers.linear import Linear
 from octavo.layers.norm import RMSNorm
 from octavo.ops.embedding import embed_rows, gather_rows
-from octavo.ops.embedding.beside import embed_beside
+from octavo.ops.embedding.beside import embed_beside, project_beside
 from octavo.ops.gemm import LinearWeight
-from octavo.ops.gemm.fused import fused_linear_sampling, fused_sampling_rows, normed_logits
+from octavo.ops.gemm.fused import fused_linear_sampling, fused_sampling_rows, linear_of_few, normed_logits
+from octavo.ops.inputs.tensors import DraftRows
 from octavo.ops.sampling import draw
+from octavo.ops.sampling.drafts import draw_drafts, draw_drafts_of
 
 
 class OutputHead(Linear):
@@ -45,6 +48,12 @@ class OutputHead(Linear):
         if self._is_changed or self.bias is not None:
             return self.forward(norm.forward(x))
         return normed_logits(x, norm.weight, norm.eps, self.packed)
+
+    def draft_of_norm(self, x: torch.Tensor, norm: RMSNorm, ids: torch.Tensor | None, of: DraftRows) -> torch.Tensor:
+        """`ops.sampling.drafts.draw_drafts` of the logits of the given rows, normed."""
+        if self._is_changed or self.bias is not None:
+            return draw_drafts(self.forward(norm.forward(x)), ids, of)
+        return draw_drafts_of(x, norm.weight, norm.eps, self.packed, ids, of)
 
     def draw(
         self,
@@ -131,8 +140,7 @@ def embed_with_states(
     from longer ones; None: all. normed: whether the second result is. behind_draw: see `embed_beside`.
     """
     eps, weights = (0.0, None) if norms is None else (norms[0].eps, (norms[0].weight, norms[1].weight))
-    is_plain = "forward" not in embedding.__dict__ and type(embedding) in (Embedding, TiedEmbedding)
-    if is_plain and isinstance(embedding, Embedding | TiedEmbedding):
+    if _is_plain(embedding):
         sides = ids, embedding.table, embedding.scale, states, weights, eps, pick
         return embed_beside(*sides, normed=normed, behind_draw=behind_draw)
     if pick is not None:
@@ -151,3 +159,28 @@ def head_and_embedding(arch: Arch, dtype: torch.dtype) -> tuple[OutputHead, Embe
     if arch.tied:
         return head, TiedEmbedding(head, dtype, scale=arch.embedding_scale)
     return head, Embedding(arch.vocab_size, arch.hidden_size, dtype, scale=arch.embedding_scale)
+
+
+def project_with_states(
+    embedding: Layer,
+    ids: torch.Tensor,
+    states: torch.Tensor,
+    norms: tuple[RMSNorm, RMSNorm],
+    into: Linear,
+    pick: torch.Tensor | None = None,
+    *,
+    normed: bool = True,
+    behind_draw: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what `into` gives of the first of `embed_with_states`, the second)."""
+    if _is_plain(embedding):
+        weights = norms[0].weight, norms[1].weight
+        sides = ids, embedding.table, embedding.scale, states, weights, norms[0].eps, into.packed, into.bias, pick
+        return project_beside(*sides, normed=normed, behind_draw=behind_draw)
+    both, own = embed_with_states(embedding, ids, states, norms, pick, normed=normed, behind_draw=behind_draw)
+    return linear_of_few(both, into.packed, into.bias), own
+
+
+def _is_plain(embedding: Layer) -> TypeGuard[Embedding | TiedEmbedding]:
+    """Whether operators compute what its forward does: they are given its table alone."""
+    return "forward" not in embedding.__dict__ and type(embedding) in (Embedding, TiedEmbedding)

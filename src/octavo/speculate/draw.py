@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from octavo.config.speculative import SpeculativeConfig
+from octavo.ops.inputs.tensors import DraftRows
 from octavo.ops.sampling import draw
 from octavo.ops.sampling.drafts import draw_drafts
 
@@ -38,23 +39,25 @@ class DraftSampler:
         self._temperatures, self._seeds = batches.sampling
         self._vocab_size = vocab_size
 
+    def rows(self, step: DraftStep, place: int) -> DraftRows:
+        """Whose drafts number `place` are drawn, and how; they are written as `DraftStep.write` does."""
+        return DraftRows(
+            rows=step.batch.rows,
+            live=(step.sample_of, step.batch.seq_lens),
+            table=step.table,
+            place=place,
+            temperatures=self._temperatures,
+            seeds=self._seeds,
+            noise=self._noise,
+            vocab_size=self._vocab_size,
+        )
+
     def write(self, step: DraftStep, logits: torch.Tensor, vocabulary: Vocabulary, place: int) -> torch.Tensor:
-        """Drafts number `place` of the rows [R] int64, ids of the target, written as `DraftStep.write` does.
+        """Drafts number `place` of the rows [R] int64, ids of the target, written.
 
         logits: [R, any] float32.
         """
-        return draw_drafts(
-            logits,
-            vocabulary.target_ids,
-            self._vocab_size,
-            step.batch.rows,
-            (step.sample_of, step.batch.seq_lens),
-            step.table,
-            place,
-            self._temperatures,
-            self._seeds,
-            self._noise,
-        )
+        return draw_drafts(logits, vocabulary.target_ids, self.rows(step, place))
 
     def draw_all(self, step: DraftStep, logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
         """All drafts of the rows [R, N] int64 at once. logits: [R * N, any] float32, row by row."""

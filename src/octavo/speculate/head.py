@@ -83,7 +83,7 @@ class HeadSpeculator:
             with forward_context(self._own(batches.again(step), place)):
                 states = module.forward(tokens, states)
             if place < step.num_drafts:
-                self._draw(step, module, states.index_select(0, last), place)
+                module.draw(states.index_select(0, last), self._sampler.rows(step, place))
             tokens = step.tokens_behind(2 + place)  # of which that draft may be one
         with forward_context(self._own(batches.store(step), number)):
             drafter.store(tokens, states)
@@ -93,10 +93,9 @@ class HeadSpeculator:
                 context = batches.last(step)
             with forward_context(self._own(context, number)):
                 states = drafter.forward(tokens, states, last if first else None, behind_draw=not first)
-            logits = drafter.logits(states)
             if place + 1 < step.num_drafts:  # ahead of the draw: nothing is launched between that and the next pass
                 context = batches.behind(step, place - number)
-            tokens = self._sampler.write(step, logits, drafter, place)
+            tokens = drafter.draw(states, self._sampler.rows(step, place))
 
     def _own(self, context: ForwardContext, number: int) -> ForwardContext:
         """A pass of module `number`, whose layers are numbered from 0."""
@@ -106,7 +105,3 @@ class HeadSpeculator:
                 self._layers.append(context.layers[first : first + len(drafter.layer_specs)])
                 first += len(drafter.layer_specs)
         return dataclasses.replace(context, layers=self._layers[number])
-
-    def _draw(self, step: DraftStep, drafter: DraftHead, states: torch.Tensor, place: int) -> torch.Tensor:
-        """Drafts number `place` of all rows, which are written."""
-        return self._sampler.write(step, drafter.logits(states), drafter, place)

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from octavo.models.base import Loadable
+from octavo.ops.inputs.tensors import DraftRows
 from octavo.registry import Registry
 
 DRAFTERS = Registry(
@@ -47,6 +48,9 @@ class DraftHead(Loadable, Protocol):
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """[T, size] of `forward` -> [T, vocabulary of the drafts] float32."""
+
+    def draw(self, states: torch.Tensor, of: DraftRows) -> torch.Tensor:
+        """Drafts of rows [R] int64, ids of the target, by the `logits` of [R, size] of `forward`; they are written."""
 
     @property
     def target_ids(self) -> torch.Tensor | None:

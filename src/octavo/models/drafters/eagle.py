@@ -26,6 +26,8 @@ from octavo.models.causal_lm import CausalLM
 from octavo.models.drafters.ends import end_of, leave
 from octavo.ops.decoder import PostOperands
 from octavo.ops.gemm.fused import linear_of_few
+from octavo.ops.inputs.tensors import DraftRows
+from octavo.ops.sampling.drafts import draw_drafts
 
 WEIGHT_MAP: WeightMap = {
     "fc.weight": ("fc.weight", ""),
@@ -104,6 +106,10 @@ class EagleHead(Layer):
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """By the target's head."""
         return self.head.forward(states)
+
+    def draw(self, states: torch.Tensor, of: DraftRows) -> torch.Tensor:
+        """By their logits."""
+        return draw_drafts(self.logits(states), None, of)
 
     @property
     def target_ids(self) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ from octavo.cache.specs import LayerSpec
 from octavo.checkpoint.arch import DraftArch
 from octavo.layers.attention import Attention, plain_specs, rotary_tables
 from octavo.layers.base import Layer
-from octavo.layers.embedding import Embedding, OutputHead, embed_with_states
+from octavo.layers.embedding import Embedding, OutputHead, embed_with_states, project_with_states
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import Mlp
 from octavo.layers.norm import RMSNorm
@@ -26,6 +26,7 @@ from octavo.models.causal_lm import CausalLM
 from octavo.models.drafters.ends import end_of, leave
 from octavo.ops.decoder import PostOperands
 from octavo.ops.gemm.fused import linear_of_few
+from octavo.ops.inputs.tensors import DraftRows
 
 WEIGHT_MAP: WeightMap = {
     "fc.weight": ("fc.weight", ""),
@@ -128,9 +129,9 @@ class Eagle3Head(Layer):
     ) -> torch.Tensor:
         """What a next entry knows: the stream, before the last norm."""
         norms, normed = (self.token_norm, self.state_norm), self._normed_residual
-        given = self.embedding, tokens, states, norms, pick
-        both, x = embed_with_states(*given, normed=normed, behind_draw=behind_draw)
-        return leave(self._end, self.attention.project_and_attend(both), x)
+        given = self.embedding, tokens, states, norms, self.attention.qkv, pick
+        projected, x = project_with_states(*given, normed=normed, behind_draw=behind_draw)
+        return leave(self._end, self.attention.attend_projection(projected), x)
 
     @functools.cached_property
     def _end(self) -> PostOperands:
@@ -139,6 +140,10 @@ class Eagle3Head(Layer):
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """In the reduced vocabulary."""
         return self.head.of_norm(states, self.norm)
+
+    def draw(self, states: torch.Tensor, of: DraftRows) -> torch.Tensor:
+        """By their logits, which a row alone does not write."""
+        return self.head.draft_of_norm(states, self.norm, self.target_ids, of)
 
     @property
     def target_ids(self) -> torch.Tensor | None:

@@ -27,6 +27,8 @@ from octavo.layers.norm import RMSNorm
 from octavo.models.base import WeightMap
 from octavo.models.causal_lm import CausalLM
 from octavo.ops.gemm.fused import linear_of_few
+from octavo.ops.inputs.tensors import DraftRows
+from octavo.ops.sampling.drafts import draw_drafts
 
 _BEHIND_LAYERS = {"enorm": "token_norm", "hnorm": "state_norm", "eh_proj": "combine", "shared_head.norm": "norm"}
 _UNDER_MTP = {
@@ -110,6 +112,10 @@ class MtpModule(Layer):
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """By the target's head."""
         return self.head.forward(states)
+
+    def draw(self, states: torch.Tensor, of: DraftRows) -> torch.Tensor:
+        """By their logits."""
+        return draw_drafts(self.logits(states), None, of)
 
     @property
     def target_ids(self) -> torch.Tensor | None:

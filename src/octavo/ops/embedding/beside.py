@@ -1,7 +1,7 @@
 """What a drafter of one layer begins with: embedded tokens and hidden states side by side, each normed or not.
 
-Owns the operator: one kernel on a GPU, else the operators one by one. Knows no drafters. Invariant: both ways give the
-same bits.
+Owns the operator: one kernel on a GPU, for one row one with the product behind it; else the operators one by one. Knows
+no drafters. Invariant: all ways give the same bits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo.ops.embedding import embed_rows, gather_rows
 from octavo.ops.gemm import LinearWeight
+from octavo.ops.gemm.fused import linear_of_few
 from octavo.ops.norm import rms_norm
 
 
@@ -41,6 +42,32 @@ def embed_beside(
             ids, plain, scale, states, norms, eps, pick, normed=normed, behind_draw=behind_draw
         )
     return embed_beside_composed(ids, table, scale, states, norms, eps, pick, normed=normed)
+
+
+def project_beside(
+    ids: Tensor,
+    table: Tensor | LinearWeight,
+    scale: float,
+    states: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    weight: LinearWeight,
+    bias: Tensor | None,
+    pick: Tensor | None = None,
+    *,
+    normed: bool = True,
+    behind_draw: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(`linear` of the first that `embed_beside` gives, by weight [N, 2 * size]; the second)."""
+    if states.is_cuda and norms is not None and bias is None:
+        from octavo.ops.embedding import beside_gemv
+
+        plain = table.storage if isinstance(table, LinearWeight) else table
+        if beside_gemv.serves(len(ids if pick is None else pick), plain, scale, states, weight.storage):
+            given = ids, plain, states, norms, eps, weight.storage, pick
+            return beside_gemv.project(*given, normed=normed, behind_draw=behind_draw)
+    both, own = embed_beside(ids, table, scale, states, norms, eps, pick, normed=normed, behind_draw=behind_draw)
+    return linear_of_few(both, weight, bias), own
 
 
 def embed_beside_composed(

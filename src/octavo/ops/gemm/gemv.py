@@ -32,7 +32,6 @@ _MAX_BYTES = 100 << 10  # of the weights that a processor holds for a kernel: tw
 _MIN_PROGRAMS = 64  # fewer do not draw weights fast enough
 _MULTIPLE = 1024  # of k: shapes that were not compared on a device are left to the other kernel
 _MAX_NORMED = 4096  # k that the warps of a program that streams hold in registers, to norm them
-_FOUR = gl.constexpr(gl.DistributedLinearLayout([[0, 1], [0, 2]], [[0, 0]] * 5, [[0, 0]] * 2, [], [1, 4]))
 
 
 @gluon.jit
@@ -45,24 +44,34 @@ def _normed(x, k, scale, eps, K: gl.constexpr, LEVELS: gl.constexpr, layout: gl.
 
 
 @constexpr_function
-def _spread(size):
-    """Of a row [1, size] on four warps, 8 k a thread: warps meet last in the tree of `row_sums`."""
-    lanes = [[0, 32 << i] for i in range(5)]
-    registers = [[0, 1], [0, 2], [0, 4], *[[0, 1024 << i] for i in range((size // 1024).bit_length() - 1)]]
-    return gl.DistributedLinearLayout(registers, lanes, [[0, 8], [0, 16]], [], [1, size])
+def spread(size, warps):
+    """Of a row [1, size] on up to four warps, 8 k a thread: warps meet last in the tree of `row_sums`."""
+    lanes, of_warps = [[0, 8 * warps << i] for i in range(5)], [[0, 8 << i] for i in range(warps.bit_length() - 1)]
+    more = (size // (256 * warps)).bit_length() - 1
+    registers = [[0, 1], [0, 2], [0, 4], *[[0, 256 * warps << i] for i in range(more)]]
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [1, size])
+
+
+@constexpr_function
+def _everywhere(count):
+    """Of [1, count]: all in each thread of as many warps."""
+    levels = count.bit_length() - 1
+    return gl.DistributedLinearLayout(
+        [[0, 1 << i] for i in range(levels)], [[0, 0]] * 5, [[0, 0]] * levels, [], [1, count]
+    )
 
 
 @gluon.jit
-def _normed_by_four(x, k, scale, eps, K: gl.constexpr, LEVELS: gl.constexpr):
-    """The row's k, normed, in float32, by four warps that have it in `_spread`."""
+def normed_by(x, k, scale, eps, K: gl.constexpr, LEVELS: gl.constexpr, WARPS: gl.constexpr):
+    """The row's k, normed, in float32, by warps that have it in `spread`."""
     value = gl.load(x + k, mask=k < K, other=0.0).to(gl.float32)
     total = value * value
     for _ in gl.static_range(3):
         total = gl.sum(gl.reshape(total, (1, total.shape[1] // 2, 2)), 2)
-    for _ in gl.static_range(LEVELS - 5):
+    for _ in gl.static_range(LEVELS - 3):
+        if total.shape[1] == WARPS:  # a sum of each warp
+            total = gl.convert_layout(total, _everywhere(WARPS))
         total = gl.sum(gl.reshape(total, (1, 2, total.shape[1] // 2)), 1)
-    total = gl.convert_layout(total, _FOUR)  # a sum of each warp
-    total = gl.sum(gl.reshape(gl.sum(gl.reshape(total, (1, 2, 2)), 1), (1, 2)), 1)
     inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(gl.reshape(total, (1, 1)), K * 1.0) + eps))
     return value * gl.convert_layout(inverse, value.type.layout) * scale
 
@@ -79,7 +88,7 @@ def _product(
     dtype: gl.constexpr = out.dtype.element_ty
     ALL: gl.constexpr = 4 if NORM else WARPS
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [ALL, 1], [1, 0])
-    wide: gl.constexpr = _spread(PADDED) if NORM else lines
+    wide: gl.constexpr = spread(PADDED, 4) if NORM else lines
     sums: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[ALL, 1], instr_shape=[16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, sums, 2)
@@ -108,7 +117,7 @@ def _product(
     if ADD:
         before = gl.load(residual + channel).to(gl.float32)
     if NORM:
-        row.store(_normed_by_four(x, k, scale, eps, K, LEVELS).to(dtype))
+        row.store(normed_by(x, k, scale, eps, K, LEVELS, 4).to(dtype))
     else:
         async_copy.async_copy_global_to_shared(row, x + k, mask=k < K)
         async_copy.commit_group()
@@ -137,7 +146,7 @@ def _product(
 
 
 @gluon.jit
-def _ask(
+def ask(
     ring,
     at,
     step,
@@ -186,7 +195,7 @@ def _streamed(
     at += gl.arange(0, PART, gl.SliceLayout(0, lines))[None, :]
     ring = gl.allocate_shared_memory(dtype, [STAGES * SIDES, BN, PART], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
     for early in gl.static_range(STAGES - 1):
-        _ask(ring, at, early, first, stride, N, K, PART, STAGES, GATED)
+        ask(ring, at, early, first, stride, N, K, PART, STAGES, GATED)
         async_copy.commit_group()
     row = gl.allocate_shared_memory(dtype, [(K + CHUNK - 1) // CHUNK, 1, CHUNK], plain)
     k = gl.arange(0, CHUNK, gl.SliceLayout(0, wide))[None, :]
@@ -214,7 +223,7 @@ def _streamed(
             async_copy.wait_group(STAGES - 2)
             tl.debug_barrier()
             if step + (STAGES - 1) < groups * PARTS:
-                _ask(ring, at, step + (STAGES - 1), first, stride, N, K, PART, STAGES, GATED)
+                ask(ring, at, step + (STAGES - 1), first, stride, N, K, PART, STAGES, GATED)
             async_copy.commit_group()
             slot = step % STAGES * SIDES
             b = rows.index(part).permute((1, 0)).load(right)

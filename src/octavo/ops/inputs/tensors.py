@@ -86,3 +86,17 @@ class PassTensors(msgspec.Struct, frozen=True):
     next_positions: torch.Tensor  # [passes, rows] int64, each position + 1
     seq_lens: torch.Tensor  # [passes, rows] int32, the same
     slots: torch.Tensor  # [groups, passes, rows] int64
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Whose drafts are drawn, and how: drafts number `place` of R rows, written where a row is live and has room."""
+
+    rows: torch.Tensor  # [R] int64
+    live: tuple[torch.Tensor, torch.Tensor]  # (sample_of, lengths) of the step, [R] int32: sampled, and no padding
+    table: RowTensors
+    place: int
+    temperatures: torch.Tensor  # of all rows, as the seeds
+    seeds: torch.Tensor
+    noise: float  # what part of the temperature counts, 0: the likeliest token is taken
+    vocab_size: int  # of the target

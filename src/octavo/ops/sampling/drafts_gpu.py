@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.ops.compile.launch import begin_whole, chained, launched, ready_before
-from octavo.ops.inputs.tensors import RowTensors
+from octavo.ops.inputs.tensors import DraftRows
 from octavo.ops.sampling.gpu import scratch_of
 from octavo.ops.sampling.noise import gumbel, stream_key, uniform_words
 
@@ -90,19 +90,9 @@ def _draw_drafts(
         tl.store(token_ids + row * width + total + place, winner, mask=inside)
 
 
-def draw_drafts(
-    logits: Tensor,
-    ids: Tensor | None,
-    rows: Tensor,
-    live: tuple[Tensor, Tensor],
-    table: RowTensors,
-    place: int,
-    temperatures: Tensor,
-    seeds: Tensor,
-    noise: float,
-) -> Tensor:
+def draw_drafts(logits: Tensor, ids: Tensor | None, of: DraftRows) -> Tensor:
     """See `octavo.ops.sampling.drafts.draw_drafts`."""
-    (num_rows, num_places), scratch = logits.shape, scratch_of(logits.device)
+    (num_rows, num_places), scratch, table = logits.shape, scratch_of(logits.device), of.table
     assert logits.stride(1) == 1 and (ids is None or len(ids) == num_places), "each place has an id"
     drafts = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     tiles = triton.cdiv(num_places, _TILE)
@@ -110,9 +100,10 @@ def draw_drafts(
     splits = triton.cdiv(tiles, per_split)
     if num_rows:
         _draw_drafts[(num_rows, splits)](
-            logits, logits.stride(0), rows if ids is None else ids, rows, *live, table.token_ids, table.total_len,
-            temperatures, seeds, drafts, scratch.values, scratch.codes, scratch.arrived, float(noise), num_places,
-            per_split * _TILE, splits, table.token_ids.shape[1], place, MAPPED=ids is not None, SPLIT=splits > 1,
-            TILE=_TILE, MAX_SPLITS=_MAX_SPLITS, num_warps=_WARPS, enable_fp_fusion=False, **chained(logits.device),
+            logits, logits.stride(0), of.rows if ids is None else ids, of.rows, *of.live, table.token_ids,
+            table.total_len, of.temperatures, of.seeds, drafts, scratch.values, scratch.codes, scratch.arrived,
+            float(of.noise), num_places, per_split * _TILE, splits, table.token_ids.shape[1], of.place,
+            MAPPED=ids is not None, SPLIT=splits > 1, TILE=_TILE, MAX_SPLITS=_MAX_SPLITS, num_warps=_WARPS,
+            enable_fp_fusion=False, **chained(logits.device),
         )  # fmt: skip
     return drafts
