@@ -62,6 +62,32 @@ def walked() -> None:
         check_results("cpu", "mamba2", torch.float32, (70, 140), 64)
 
 
+def parted() -> None:
+    """States of Mamba-2 in two halves have the bits of whole ones, in heads of one line and of several, however cut.
+
+    What is no number stays none.
+    """
+    case = rig.CASES["mamba2"](torch.bfloat16, 2, 16, 1, 64)
+    drawn = rig.draw_all(case, (140, 66))
+    drawn[1][0][3, 0] = torch.nan
+    steps = [{0: 63, 1: 64}, {0: 1, 1: 1}, {0: 1}, {0: 1}, {0: 5, 1: 1}, {0: 64}, {0: 5}]
+    found = []
+    for block_size in (64, 16):
+        for is_parted in (gpu._is_parted, lambda *_: False):
+            with unittest.mock.patch.object(gpu, "_is_parted", is_parted):
+                rows = rig.Rows(case, GpuStates(), drawn, block_size=block_size)
+                for counts in steps:
+                    rows.compute(counts)
+            found.append((rows.own.states[0].lines, rows.results))
+    assert [lines for lines, _ in found] == [2, 2, 128, 128]
+    for _, results in found:
+        for one, other in zip(results, found[0][1], strict=True):
+            assert torch.equal(one.view(torch.int16), other.view(torch.int16)), (one != other).any(1).nonzero()
+    (first, second), expected = found[0][1], case.oracle(drawn[0])
+    assert (first.double() - expected).abs().max() < 3e-2 * expected.abs().max()
+    assert second[3:, 0].isnan().all() and not second[:, 1:].isnan().any()
+
+
 def streamed() -> None:
     """The delta rule's prompts that begin at borders, and its decoding, which only 16-bit types do so on a GPU."""
     types = (torch.float32,)
@@ -203,7 +229,7 @@ _ONE = (((1, 2), (63, 30, 15, 1), 3), ((1, 4), (66, 47), 1)) if COMPILER else ()
 INTERPRETED = (
     {name: lambda name=name: interpreted(name) for name in MAKERS}
     | _DECODED
-    | {"a pack": packed_sequences, "mamba2 walks": walked, "delta streams": streamed}
+    | {"a pack": packed_sequences, "mamba2 walks": walked, "mamba2's halves": parted, "delta streams": streamed}
     | {"mamba2 decodes several heads": several_heads_decode}
     | {f"{heads[1]} heads in one kernel": lambda own=(heads, *rest): one_kernel_decodes(*own) for heads, *rest in _ONE}
     | ({"a walk in CUDA": one_kernel_walks, "kernels are compared": kernels_are_compared} if COMPILER else {})

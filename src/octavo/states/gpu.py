@@ -237,8 +237,14 @@ def _mamba2_shape(own: LayerStates, scan: Mamba2Operands, told: Told, x: Tensor,
         "CHUNK": own.chunk,
         "BLOCK": own.block_size,
         "PRECISION": precision(x),
+        "PARTED": _is_parted(told.kept[0], x),
         **dict(zip(names, told.forms, strict=True)),
     }
+
+
+def _is_parted(states: Tensor, x: Tensor) -> bool:
+    """Whether what products take of states lies apart: see `octavo.ops.scan.mamba2_states`."""
+    return x.dtype is torch.bfloat16 and states.dtype is torch.float32
 
 
 def _mamba2_tile(size: int, kind: str, states: int, x: Tensor) -> tuple[int, int]:

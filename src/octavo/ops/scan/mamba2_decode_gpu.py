@@ -17,6 +17,7 @@ import triton.language as tl
 from octavo.ops.compile.launch import begin_after, launched
 from octavo.ops.scan.gates_gpu import softplus
 from octavo.ops.scan.kept import PLACES, place
+from octavo.ops.scan.mamba2_states import read_upper, rounded
 
 # Heads of a step below which each has a program; programs that run at once (three of four warps a processor); what one
 # costs beside its heads, in heads.
@@ -61,30 +62,12 @@ def _lines(begins, run, inside, asked, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _state(
-    of_states,
-    head,
-    width,
-    channel,
-    within,
-    inside,
-    STATES: tl.constexpr,
-    SIZE: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """[states, channels] float32 of a head at the border; zeros at 0."""
-    states, state_first, kept, entry, is_open = of_states
-    where, is_there = place(states, state_first, entry, 0, head * STATES, is_open, FORM, SIZE)
-    inner = width[:, None] * SIZE + channel[None, :]
-    return tl.load(kept + where + inner, mask=within[:, None] & inside[None, :] & is_there, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _decode_heads(
     group, first, behind, tile, step, inputs, given, HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr, STATES: tl.constexpr, STATES_PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     STATE_FORM: tl.constexpr, X_FORM: tl.constexpr, B_FORM: tl.constexpr, TOTAL_FORM: tl.constexpr,
-    DT_FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
+    DT_FORM: tl.constexpr, PRECISION: tl.constexpr, PARTED: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Of the program's heads, `first` up to `behind`, those of a group.
 
@@ -99,10 +82,10 @@ def _decode_heads(
     of_row = (table, input_first, last, BLOCK)
     border = last // CHUNK * CHUNK
     own_entry, own_offset = last // BLOCK, last % BLOCK
-    states, entry = state_table + table_row * state_columns, tl.maximum(border // CHUNK - 1, 0)
-    of_states = (states, state_first, state_kept, entry, border > 0)
+    states = state_table + table_row * state_columns
     channel, width, here = tile * WIDE + tl.arange(0, WIDE), tl.arange(0, STATES_PADDED), tl.arange(0, 16)
     inside, within, at = channel < SIZE, width < STATES, border + tl.arange(0, CHUNK)
+    in_state = within[:, None] & inside[None, :]
     is_seen, is_old = at <= last, at < last
     b_at = _begins(of_row, at, b_kept, B_FORM, STATES)
     x_at = _begins(of_row, at, x_kept, X_FORM, SIZE)
@@ -116,7 +99,10 @@ def _decode_heads(
     b_channel, c_channel = HEADS * SIZE + group * STATES + width, HEADS * SIZE + (GROUPS + group) * STATES + width
     holds_b = (group * PER >= first) & (tile == 0)  # the first of those that share B
     if ONE:  # all that earlier steps kept of the one head is on its way, or there, when the kernel before ends
-        early_state = _state(of_states, first, width, channel, within, inside, STATES, SIZE, STATE_FORM)
+        told = (state_kept, states, state_first, first)
+        early_state = read_upper(
+            told, border, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED
+        )
         early_x = _lines(x_at + tile * WIDE, first, inside, is_old, SIZE)
         early_b = _lines(b_at, group, within, is_old, STATES)
         early_sums = tl.load(total_at + first, mask=is_old, other=0.0)
@@ -140,7 +126,8 @@ def _decode_heads(
             state, sums, steps = early_state, early_sums, early_steps
             x = tl.where((at == last)[:, None], own_x[None, :], early_x)
         else:
-            state = _state(of_states, head, width, channel, within, inside, STATES, SIZE, STATE_FORM)
+            told = (state_kept, states, state_first, head)
+            state = read_upper(told, border, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED)
             x = tl.load(x_begins + head * SIZE, mask=is_seen[:, None] & inside[None, :], other=0.0)
             sums = tl.load(total_at + head, mask=is_old, other=0.0)
             steps = tl.load(dt_at + head, mask=is_old, other=0.0)
@@ -151,7 +138,7 @@ def _decode_heads(
         own_skip = tl.load(skip + head)
         left = tl.exp(tl.where(is_seen, own_sum - sums, 0.0))
         weight = tl.where(is_seen[None, :], left[None, :] * alike * steps[None, :], 0.0).to(x.dtype)
-        result = tl.exp(own_sum) * tl.dot(c, state.to(c.dtype), input_precision=PRECISION)
+        result = tl.exp(own_sum) * tl.dot(c, rounded(state, c.dtype), input_precision=PRECISION)
         result += tl.dot(weight, x, input_precision=PRECISION)
         result += own_skip * own_x.to(tl.float32)[None, :]
         target = out + (token * HEADS + head) * SIZE + channel[None, :] + 0 * here[:, None]
@@ -200,6 +187,7 @@ def mamba2_decode(
     TOTAL_FORM: tl.constexpr,
     DT_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTED: tl.constexpr,
     STAGES: tl.constexpr,
     ONE: tl.constexpr,
     PDL: tl.constexpr,
@@ -218,11 +206,12 @@ def mamba2_decode(
     if ONE:
         _decode_heads(
             first // (HEADS // GROUPS), first, behind, tile, step, inputs, given, HEADS, GROUPS, SIZE, WIDE, STATES,
-            STATES_PADDED, CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, STAGES, ONE, PDL,
+            STATES_PADDED, CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, PARTED, STAGES,
+            ONE, PDL,
         )  # fmt: skip
     else:
         for group in range(first // (HEADS // GROUPS), (behind - 1) // (HEADS // GROUPS) + 1):
             _decode_heads(
                 group, first, behind, tile, step, inputs, given, HEADS, GROUPS, SIZE, WIDE, STATES, STATES_PADDED,
-                CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, STAGES, ONE, PDL,
+                CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, PARTED, STAGES, ONE, PDL,
             )  # fmt: skip

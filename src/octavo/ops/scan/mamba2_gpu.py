@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from octavo.ops.compile.launch import begin_after, launched, wait_before
-from octavo.ops.scan.kept import PLACES, keep, numbers, read_state, tokens, write_state
+from octavo.ops.scan.kept import PLACES, keep, numbers, tokens
+from octavo.ops.scan.mamba2_states import read, write
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def attend(
     steps,
     b,
     x,
-    rounded,
+    state,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -51,7 +52,7 @@ def attend(
     left = tl.exp(tl.where(is_seen, own_sum[:, None] - sums[None, :], 0.0))
     weight = left * tl.dot(c, tl.trans(b), input_precision=PRECISION) * steps[None, :]
     weight = tl.where(is_seen, weight, 0.0).to(x.dtype)
-    result = tl.exp(own_sum)[:, None] * tl.dot(c, rounded, input_precision=PRECISION)
+    result = tl.exp(own_sum)[:, None] * tl.dot(c, state, input_precision=PRECISION)
     result += tl.dot(weight, x, input_precision=PRECISION)
     own_x = tl.load(xbc + (fresh * xbc_row + first_x)[:, None] + channel[None, :], mask=mask, other=0.0)
     result += tl.load(skip + head) * own_x.to(tl.float32)
@@ -105,6 +106,7 @@ def mamba2_scan(
     TOTAL_FORM: tl.constexpr,
     DT_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTED: tl.constexpr,
     WALKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -134,10 +136,9 @@ def mamba2_scan(
     bs, xs = (xbc, xbc_row, first_b, b_kept), (xbc, xbc_row, head * SIZE, x_kept)
     totals, dts = (total, HEADS, head, total_kept), (dt, HEADS, head, dt_kept)
     kind = xbc.dtype.element_ty
-    runs = head * STATES + width
     border = computed // CHUNK * CHUNK
-    kept_states = (state_kept, states, state_first, runs, channel, within, inside)
-    state = read_state(kept_states, border, STATE_FORM, SIZE, CHUNK)
+    told, in_state = (state_kept, states, state_first, head), within[:, None] & inside[None, :]
+    state, upper = read(told, border, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind)
     for begin in tl.range(border, end, CHUNK, disable_licm=True):  # what moved out of the loop would spill
         at = begin + place
         b = tokens(bs, of_row, begin, place, group, width, within, B_FORM, STATES)
@@ -149,17 +150,18 @@ def mamba2_scan(
             keep(xs, of_row, at, head, channel, x, is_new & inside[None, :], X_FORM, SIZE)
             is_first = (head % (HEADS // GROUPS) == 0) & (tile == 0)  # of those that share B
             keep(bs, of_row, at, group, width, b, is_new & within[None, :] & is_first, B_FORM, STATES)
-        rounded = state.to(kind)
         fixed = (total, skip, out, token, computed, end, head, channel, inside, width, within)
         asked = (xbc, xbc_row, first_b + GROUPS * STATES, head * SIZE)
         if TILE == CHUNK:
-            attend(fixed, asked, at, at, sums, steps, b, x, rounded, HEADS, SIZE, CHUNK, PRECISION)
+            attend(fixed, asked, at, at, sums, steps, b, x, upper, HEADS, SIZE, CHUNK, PRECISION)
         else:
             for first in range(tl.maximum(begin, computed), tl.minimum(begin + CHUNK, end), TILE):
-                attend(fixed, asked, first + here, at, sums, steps, b, x, rounded, HEADS, SIZE, CHUNK, PRECISION)
+                attend(fixed, asked, first + here, at, sums, steps, b, x, upper, HEADS, SIZE, CHUNK, PRECISION)
         if begin + CHUNK <= end:
             state = advanced(state, b, x, sums, steps, PRECISION)
-            state = write_state(kept_states, begin + CHUNK, state, STATE_FORM, SIZE, CHUNK)
+            state, upper = write(
+                told, begin + CHUNK, state, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind
+            )
 
 
 @launched(triton.jit(do_not_specialize=["num_rows", *PLACES]))
@@ -194,6 +196,7 @@ def mamba2_advance(
     TOTAL_FORM: tl.constexpr,
     DT_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Of rows that decoded one token each: where that ends a chunk, the state behind it.
@@ -218,11 +221,12 @@ def mamba2_advance(
         of_row = (input_table + table_row * input_columns, input_first, 0, end, end, BLOCK)  # all of the chunk is kept
         head, channel = part // tiles, part % tiles * WIDE + tl.arange(0, WIDE)
         group, inside = head // (HEADS // GROUPS), channel < SIZE
-        kept_states = (state_kept, states, state_first, head * STATES + width, channel, within, inside)
-        state = read_state(kept_states, begin, STATE_FORM, SIZE, CHUNK)
+        told, in_state = (state_kept, states, state_first, head), within[:, None] & inside[None, :]
+        kind = x_kept.dtype.element_ty
+        state, _ = read(told, begin, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind)
         b = tokens((b_kept, 0, 0, b_kept), of_row, begin, place, group, width, within, B_FORM, STATES)
         x = tokens((x_kept, 0, 0, x_kept), of_row, begin, place, head, channel, inside, X_FORM, SIZE)
         sums = numbers((total_kept, 0, 0, total_kept), of_row, begin, place, head, TOTAL_FORM)
         steps = numbers((dt_kept, 0, 0, dt_kept), of_row, begin, place, head, DT_FORM)
         state = advanced(state, b, x, sums, steps, PRECISION)
-        write_state(kept_states, end, state, STATE_FORM, SIZE, CHUNK)
+        write(told, end, state, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind)
