@@ -62,6 +62,29 @@ def walked() -> None:
         check_results("cpu", "mamba2", torch.float32, (70, 140), 64)
 
 
+def beside_prompts() -> None:
+    """Rows of one token beside longer ones, of Mamba-2, have the bits that they have in steps of their own."""
+    decode = gpu.mamba2_decode
+    for dtype in (torch.bfloat16, torch.float32):
+        case = rig.CASES["mamba2"](dtype, 2, 16, 1, 16)
+        drawn = rig.draw_all(case, (67, 66, 131, 40))
+        steps = [{0: 63, 1: 64}, {0: 1, 3: 20}, {0: 1, 1: 1, 2: 70}, {0: 1, 1: 1, 3: 7, 2: 20}, {0: 1, 3: 13, 2: 41}]
+        found = []
+        for padded, apart in ((0, False), (2, False), (0, True)):
+            rows = rig.Rows(case, GpuStates(), drawn, block_size=64)
+            rows.padded = padded
+            for counts in steps:
+                for part in [{row: count} for row, count in counts.items()] if apart else [counts]:
+                    with unittest.mock.patch.object(gpu, "mamba2_decode", unittest.mock.MagicMock()) as launched:
+                        launched.__getitem__.side_effect = decode.__getitem__
+                        rows.compute(part)
+                    assert launched.__getitem__.called == (1 in part.values() or padded > 0), part
+            found.append(rows.results)
+        for results in found[1:]:
+            for one, other in zip(results, found[0], strict=True):
+                assert torch.equal(one, other), (dtype, (one != other).any(1).nonzero().flatten())
+
+
 def parted() -> None:
     """States of Mamba-2 in two halves have the bits of whole ones, in heads of one line and of several, however cut.
 
@@ -229,7 +252,8 @@ _ONE = (((1, 2), (63, 30, 15, 1), 3), ((1, 4), (66, 47), 1)) if COMPILER else ()
 INTERPRETED = (
     {name: lambda name=name: interpreted(name) for name in MAKERS}
     | _DECODED
-    | {"a pack": packed_sequences, "mamba2 walks": walked, "mamba2's halves": parted, "delta streams": streamed}
+    | {"a pack": packed_sequences, "mamba2 walks": walked, "mamba2's halves": parted,
+    "mamba2 beside prompts": beside_prompts, "delta streams": streamed}
     | {"mamba2 decodes several heads": several_heads_decode}
     | {f"{heads[1]} heads in one kernel": lambda own=(heads, *rest): one_kernel_decodes(*own) for heads, *rest in _ONE}
     | ({"a walk in CUDA": one_kernel_walks, "kernels are compared": kernels_are_compared} if COMPILER else {})

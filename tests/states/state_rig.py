@@ -188,7 +188,7 @@ class Rows:
         self.step = StateStep()
         self.own = layer_states(specs, self.pool, tables, self.step, backend)[len(beside)]
         self.computed = [0] * len(drawn)
-        self.padded = 0  # rows of padding behind those of a step
+        self.padded = 0  # rows of padding behind those of a step, whose bounds are loose then, as a graph's are
         self.results = [torch.empty(0)] * len(drawn)
 
     def keep_one_state(self, row: int) -> None:
@@ -209,6 +209,8 @@ class Rows:
             starts.append(starts[-1] + count + spoilt)
             lengths.append(end + spoilt)
             positions += range(begin, end + spoilt)
+        several = [count + spoilt > 1 for count in counts.values()]
+        rows, bounds = len(several) + self.padded, (several.count(False), several.count(True))
         self.step.prepare(
             StateInputs(
                 max_query_len=max(counts.values()) + spoilt,
@@ -217,6 +219,7 @@ class Rows:
                 query_start=torch.tensor(starts + starts[-1:] * self.padded, dtype=torch.int32, device=self.device),
                 seq_lens=torch.tensor(lengths + [0] * self.padded, dtype=torch.int32, device=self.device),
                 positions=torch.tensor(positions, device=self.device),
+                bounds=((rows, rows) if self.padded else bounds) if several == sorted(several) else None,
             )
         )
         tokens = tuple(torch.cat(each).to(self.device) for each in zip(*brought, strict=True))

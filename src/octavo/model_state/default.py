@@ -73,7 +73,7 @@ class DefaultModelState:
         """Prepare attention for the batch and say what the layers need."""
         self._prepare_tables(batch, for_capture=for_capture)
         if self._keeps_states:
-            self._step.prepare(_state_inputs(batch))
+            self._step.prepare(_state_inputs(batch, for_capture=for_capture))
         return self._context(batch, for_capture=for_capture)
 
     def prepare_drafts(self, batch: Batch, *, for_capture: bool = False, attends: bool = True) -> ForwardContext:
@@ -116,7 +116,8 @@ class DefaultModelState:
         )
 
 
-def _state_inputs(batch: Batch) -> StateInputs:
+def _state_inputs(batch: Batch, *, for_capture: bool) -> StateInputs:
+    most_single = batch.num_rows - (0 if for_capture else batch.max_long)  # a graph's rows may be of either kind
     return StateInputs(
         max_query_len=batch.max_query_len,
         max_seq_len=batch.max_seq_len,
@@ -124,4 +125,5 @@ def _state_inputs(batch: Batch) -> StateInputs:
         query_start=batch.query_start,
         seq_lens=batch.seq_lens,
         positions=batch.positions,
+        bounds=(most_single, batch.max_long),
     )

@@ -36,6 +36,8 @@ class StateInputs:
     query_start: torch.Tensor  # [R + 1] int32
     seq_lens: torch.Tensor  # [R] int32
     positions: torch.Tensor  # [T] int64
+    # Host bounds of rows of one token, which come first, and of rows of several, which follow; None: in no order.
+    bounds: tuple[int, int] | None = None
 
     @property
     def num_queries(self) -> torch.Tensor:
@@ -56,13 +58,21 @@ class StateInputs:
 class StateStep:
     """The step that all layers with states share."""
 
-    __slots__ = ("inputs",)
+    __slots__ = ("_num_single", "inputs")
 
     inputs: StateInputs
+    _num_single: torch.Tensor | None
 
     def prepare(self, inputs: StateInputs) -> None:
         """Take in a step."""
-        self.inputs = inputs
+        self.inputs, self._num_single = inputs, None
+
+    @property
+    def num_single(self) -> torch.Tensor:
+        """[1] int32, exact: rows of one token. Computed once a step, for whoever asks."""
+        if self._num_single is None:
+            self._num_single = (self.inputs.query_start.diff() == 1).sum(0, keepdim=True, dtype=torch.int32)
+        return self._num_single
 
 
 class StateBackend(Protocol):

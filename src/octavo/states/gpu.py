@@ -101,14 +101,24 @@ class GpuStates:
         widths = scan.head_size, scan.head_size, scan.state_size, 1, 1
         return self._tell(own, "mamba2", ("state",), MAMBA2_INPUTS, widths)
 
-    def _decodes_whole(self, own: LayerStates, scan: Mamba2Operands) -> bool:
-        """Whether every row has one token, a head's state lies in one line, and what a token brings."""
-        return own.inputs.max_query_len == 1 and is_streamable(self._tell_mamba2(own, scan), scan.state_size)
+    def _single_rows(self, own: LayerStates, scan: Mamba2Operands, num_tokens: int) -> int:
+        """How many rows of one token, at most, kernels of their own serve: the first of the step, or all.
 
-    def _decode_mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor) -> Tensor:
-        """Where every row has one token."""
+        A head's state lies in one line then, and what a token brings.
+        """
+        step, told = own.inputs, self._tell_mamba2(own, scan)
+        if not is_streamable(told, scan.state_size):
+            return 0
+        if step.max_query_len == 1:
+            return len(step.rows)
+        pays = step.max_query_len > FEW or num_tokens < 2 * len(step.rows)  # beside a prompt, not where most verify
+        return step.bounds[0] if step.bounds is not None and pays else 0
+
+    def _decode_mamba2(
+        self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor, num_rows: int, out: Tensor
+    ) -> None:
+        """Of the first `num_rows` rows, those of one token."""
         told, step, size = self._tell_mamba2(own, scan), own.inputs, scan.head_size
-        out, num_rows = xbc.new_empty(len(xbc), scan.num_heads * size), len(step.rows)
         wide, warps = _mamba2_tile(size, "decode", scan.state_size, xbc)
         tiles = -(-size // wide)
         programs = programs_of(scan.num_heads, num_rows) * tiles
@@ -120,66 +130,61 @@ class GpuStates:
             **_mamba2_shape(own, scan, told, xbc, wide), STAGES=1 if one else stages, ONE=one,
             maxnreg=None if one else most, num_warps=warps, num_stages=1, **chained(xbc.device), **PLAIN,
         )  # fmt: skip
-        self._advance_mamba2(own, told, scan, xbc)
-        return out
+        wide, warps = _mamba2_tile(size, _ADVANCING, scan.state_size, xbc)
+        tasks = num_rows * scan.num_heads * -(-size // wide)
+        mamba2_advance[(min(tasks, _ADVANCE_PROGRAMS),)](
+            step.rows, step.query_start, step.seq_lens, num_rows, *told.tables, *told.kept, *told.firsts,
+            **_mamba2_shape(own, scan, told, xbc, wide), ROWS_PADDED=padded_length(max(num_rows, _MOST_ROWS)),
+            num_warps=warps, num_stages=1, **chained(xbc.device), **PLAIN,
+        )  # fmt: skip
 
     def mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor) -> Tensor:
         """See StateBackend."""
-        if self._decodes_whole(own, scan):
-            return self._decode_mamba2(own, scan, xbc, dt)
-        size, states = scan.head_size, scan.state_size
-        told = self._tell_mamba2(own, scan)
-        step, out = own.inputs, xbc.new_empty(len(xbc), scan.num_heads * size)
-        limits = scan.dt_min, scan.dt_max
-        wide, warps = _mamba2_tile(size, kind_of(step.max_query_len), states, xbc)
-        places = scan.skip, out, step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts
-        shape = _mamba2_shape(own, scan, told, xbc, wide)
-        tiles, num_rows = -(-size // wide), len(step.rows)
-        is_whole = is_streamable(told, states)  # a head's state in one line, and what a token brings
-        total, steps = gates(own, told, dt, dt, scan.decay, scan.dt_bias, limits, slots=(3, 4))
-        given = xbc, xbc.stride(0), total, steps, *places
-        walks = step.max_query_len > FEW and is_whole and xbc.dtype in _WALKED
-        behind: dict[str, Any] = {"PDL": False}
-        if walks:  # rows that begin at a border
-            wide, own_warps = _mamba2_tile(size, _WALKING, states, xbc)
-            options = shape | {"WIDE": wide, "STAGES": _WALK_STAGES, "num_warps": own_warps}
-            behind = chained(xbc.device)
-            mamba2_walk[scan.num_heads * -(-size // wide), num_rows](
-                *given, **options, PDL=bool(behind["PDL"]), maxnreg=_WALK_REGISTERS, num_stages=1, **PLAIN
-            )
-        mamba2_scan[scan.num_heads * tiles, num_rows](
-            *given,
-            **shape,
-            WALKED=walks,
-            TILE=16 if step.max_query_len <= FEW else own.chunk,
-            num_warps=warps,
-            num_stages=1,
-            **PLAIN,
-            **behind,
-        )
+        size, step = scan.head_size, own.inputs
+        out, single = xbc.new_empty(len(xbc), scan.num_heads * size), self._single_rows(own, scan, len(xbc))
+        ahead, others = step.query_start, len(step.rows)  # its first number is 0
+        if single and step.max_query_len > 1:
+            assert step.bounds is not None, "rows of one token come first"
+            ahead, others = own.step.num_single, step.bounds[1]
+        if single:
+            self._decode_mamba2(own, scan, xbc, dt, single, out)
+        if step.max_query_len > 1 or not single:
+            self._scan_mamba2(own, scan, xbc, dt, ahead, others, out)
         return out
 
-    def _advance_mamba2(self, own: LayerStates, told: Told, scan: Mamba2Operands, xbc: Tensor) -> None:
-        """Write the states of rows whose one token ends a chunk."""
-        step = own.inputs
-        wide, warps = _mamba2_tile(scan.head_size, _ADVANCING, scan.state_size, xbc)
-        num_rows = len(step.rows)
-        tasks = num_rows * scan.num_heads * -(-scan.head_size // wide)
-        mamba2_advance[(min(tasks, _ADVANCE_PROGRAMS),)](
-            step.rows,
-            step.query_start,
-            step.seq_lens,
-            num_rows,
-            *told.tables,
-            *told.kept,
-            *told.firsts,
-            **_mamba2_shape(own, scan, told, xbc, wide),
-            ROWS_PADDED=padded_length(max(num_rows, _MOST_ROWS)),
-            num_warps=warps,
-            num_stages=1,
-            **chained(xbc.device),
-            **PLAIN,
-        )
+    def _scan_mamba2(
+        self,
+        own: LayerStates,
+        scan: Mamba2Operands,
+        xbc: Tensor,
+        dt: Tensor,
+        ahead: Tensor,
+        num_rows: int,
+        out: Tensor,
+    ) -> None:
+        """Of `num_rows` rows at most, which stand behind `ahead`, a number on the device."""
+        told, step, states = self._tell_mamba2(own, scan), own.inputs, scan.state_size
+        limits, heads, size = (scan.dt_min, scan.dt_max), scan.num_heads, scan.head_size
+        wide, warps = _mamba2_tile(size, kind_of(step.max_query_len), states, xbc)
+        total, steps = gates(own, told, dt, dt, scan.decay, scan.dt_bias, limits, slots=(3, 4))
+        given = (
+            xbc, xbc.stride(0), total, steps, scan.skip, out, step.rows, step.query_start, step.seq_lens,
+            ahead, len(step.rows), *told.tables, *told.kept, *told.firsts,
+        )  # fmt: skip
+        shape = _mamba2_shape(own, scan, told, xbc, wide)
+        walks = step.max_query_len > FEW and is_streamable(told, states) and xbc.dtype in _WALKED
+        behind: dict[str, Any] = {"PDL": False}
+        if walks:  # rows that begin at a border
+            own_wide, own_warps = _mamba2_tile(size, _WALKING, states, xbc)
+            options = shape | {"WIDE": own_wide, "STAGES": _WALK_STAGES, "num_warps": own_warps}
+            behind = chained(xbc.device)
+            mamba2_walk[heads * -(-size // own_wide), num_rows](
+                *given, **options, PDL=bool(behind["PDL"]), maxnreg=_WALK_REGISTERS, num_stages=1, **PLAIN
+            )
+        mamba2_scan[heads * -(-size // wide), num_rows](
+            *given, **shape, WALKED=walks, TILE=16 if step.max_query_len <= FEW else own.chunk, num_warps=warps,
+            num_stages=1, **PLAIN, **behind,
+        )  # fmt: skip
 
     def mamba1(self, own: LayerStates, scan: Mamba1Operands, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
         """See StateBackend."""

@@ -100,9 +100,7 @@ def _decode_heads(
     holds_b = (group * PER >= first) & (tile == 0)  # the first of those that share B
     if ONE:  # all that earlier steps kept of the one head is on its way, or there, when the kernel before ends
         told = (state_kept, states, state_first, first)
-        early_state = read_upper(
-            told, border, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED
-        )
+        early_state = read_upper(told, border, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED)
         early_x = _lines(x_at + tile * WIDE, first, inside, is_old, SIZE)
         early_b = _lines(b_at, group, within, is_old, STATES)
         early_sums = tl.load(total_at + first, mask=is_old, other=0.0)
@@ -192,11 +190,11 @@ def mamba2_decode(
     ONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row, WIDE channels, and as many heads as share the launch's programs evenly: ONE, or a run of them."""
+    """One row of one token, WIDE channels, and as many heads as share the launch's programs evenly: ONE, or a run."""
     row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
     part, parts = tl.program_id(0) // tiles, tl.num_programs(0) // tiles
     first, behind, tile = HEADS * part // parts, HEADS * (part + 1) // parts, tl.program_id(0) % tiles
-    if tl.load(query_start + row + 1) == tl.load(query_start + row):  # a row of padding
+    if tl.load(query_start + row + 1) - tl.load(query_start + row) != 1:  # another kernel's, or padding
         begin_after(PDL)
         return
     tl.static_assert(STATE_FORM[5] % STATES == 0, "a head's state lies in one line")

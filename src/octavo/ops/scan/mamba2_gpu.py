@@ -69,7 +69,7 @@ def advanced(state, b, x, sums, steps, PRECISION: tl.constexpr):
     return tl.exp(last) * state + tl.dot(tl.trans(weighted), x, input_precision=PRECISION)
 
 
-@launched(triton.jit(do_not_specialize=PLACES))
+@launched(triton.jit(do_not_specialize=["num_rows", *PLACES]))
 def mamba2_scan(
     xbc,  # [T, channels of x, B and C]
     xbc_row,
@@ -80,6 +80,8 @@ def mamba2_scan(
     rows,
     query_start,
     seq_lens,
+    num_ahead,
+    num_rows,
     state_table,
     state_columns,
     input_table,
@@ -110,18 +112,19 @@ def mamba2_scan(
     WALKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of the step, one head and WIDE of its channels; TILE tokens at a time.
+    """One row of the step behind the first `num_ahead`, one head and WIDE of its channels; TILE tokens at a time.
 
     WALKED: rows that begin at a border are another kernel's, which is ahead and may still run.
     """
-    row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
+    row, tiles = tl.program_id(1) + tl.load(num_ahead), tl.cdiv(SIZE, WIDE)
     head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    is_other, row = row >= num_rows, tl.minimum(row, num_rows - 1)
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
     computed = end - (tl.load(query_start + row + 1) - token)
-    is_other = (computed >= end) | (computed < 0)  # nothing, or a row of padding
+    is_other |= (computed >= end) | (computed < 0)  # nothing, or a row of padding
     if WALKED:
         is_other |= computed % CHUNK == 0
-    if (is_other == 0) | (tl.program_id(0) + row == 0):
+    if (is_other == 0) | (tl.program_id(0) + tl.program_id(1) == 0):
         wait_before(PDL)
     if is_other:
         return
@@ -199,7 +202,7 @@ def mamba2_advance(
     PARTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of rows that decoded one token each: where that ends a chunk, the state behind it.
+    """Of rows of one token: where that ends a chunk, the state behind it.
 
     The heads of all such rows, in tiles, are dealt to the programs in turn: mostly there are none.
     """
@@ -207,7 +210,7 @@ def mamba2_advance(
     is_row = each < num_rows
     ends = tl.load(seq_lens + each, mask=is_row, other=1)
     begun = tl.load(query_start + each, mask=is_row, other=0)
-    is_full = (ends % CHUNK == 0) & (tl.load(query_start + each + 1, mask=is_row, other=0) > begun)
+    is_full = (ends % CHUNK == 0) & (tl.load(query_start + each + 1, mask=is_row, other=0) == begun + 1)
     rank = tl.cumsum(is_full.to(tl.int32), 0)
     count = tl.sum(is_full.to(tl.int32), 0) * HEADS * tiles
     begin_after(PDL)

@@ -45,7 +45,7 @@ def behind(state, b, x, sums, steps, last, PRECISION: tl.constexpr):
     return tl.exp(last) * state + tl.dot(tl.trans(weighted), x, input_precision=PRECISION)
 
 
-@launched(triton.jit(do_not_specialize=PLACES))
+@launched(triton.jit(do_not_specialize=["num_rows", *PLACES]))
 def mamba2_walk(
     xbc,  # [T, channels of x, B and C]
     xbc_row,
@@ -56,6 +56,8 @@ def mamba2_walk(
     rows,
     query_start,
     seq_lens,
+    num_ahead,
+    num_rows,
     state_table,
     state_columns,
     input_table,
@@ -85,10 +87,12 @@ def mamba2_walk(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row whose step begins at a border, one head and WIDE of its channels."""
+    """One row behind the first `num_ahead` whose step begins at a border, one head and WIDE of its channels."""
     end_before(PDL)  # the next kernel reads nothing of this one's
-    row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
+    row, tiles = tl.program_id(1) + tl.load(num_ahead), tl.cdiv(SIZE, WIDE)
     head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    if row >= num_rows:
+        return
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
     computed = end - (tl.load(query_start + row + 1) - token)
     if (computed >= end) | (computed < 0) | (computed % CHUNK > 0):  # nothing, padding, or begun within a chunk
