@@ -252,8 +252,13 @@ _ONE = (((1, 2), (63, 30, 15, 1), 3), ((1, 4), (66, 47), 1)) if COMPILER else ()
 INTERPRETED = (
     {name: lambda name=name: interpreted(name) for name in MAKERS}
     | _DECODED
-    | {"a pack": packed_sequences, "mamba2 walks": walked, "mamba2's halves": parted,
-    "mamba2 beside prompts": beside_prompts, "delta streams": streamed}
+    | {
+        "a pack": packed_sequences,
+        "mamba2 walks": walked,
+        "mamba2's halves": parted,
+        "mamba2 beside prompts": beside_prompts,
+        "delta streams": streamed,
+    }
     | {"mamba2 decodes several heads": several_heads_decode}
     | {f"{heads[1]} heads in one kernel": lambda own=(heads, *rest): one_kernel_decodes(*own) for heads, *rest in _ONE}
     | ({"a walk in CUDA": one_kernel_walks, "kernels are compared": kernels_are_compared} if COMPILER else {})

@@ -133,10 +133,20 @@ class GpuStates:
         wide, warps = _mamba2_tile(size, _ADVANCING, scan.state_size, xbc)
         tasks = num_rows * scan.num_heads * -(-size // wide)
         mamba2_advance[(min(tasks, _ADVANCE_PROGRAMS),)](
-            step.rows, step.query_start, step.seq_lens, num_rows, *told.tables, *told.kept, *told.firsts,
-            **_mamba2_shape(own, scan, told, xbc, wide), ROWS_PADDED=padded_length(max(num_rows, _MOST_ROWS)),
-            num_warps=warps, num_stages=1, **chained(xbc.device), **PLAIN,
-        )  # fmt: skip
+            step.rows,
+            step.query_start,
+            step.seq_lens,
+            num_rows,
+            *told.tables,
+            *told.kept,
+            *told.firsts,
+            **_mamba2_shape(own, scan, told, xbc, wide),
+            ROWS_PADDED=padded_length(max(num_rows, _MOST_ROWS)),
+            num_warps=warps,
+            num_stages=1,
+            **chained(xbc.device),
+            **PLAIN,
+        )
 
     def mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor) -> Tensor:
         """See StateBackend."""
@@ -168,9 +178,21 @@ class GpuStates:
         wide, warps = _mamba2_tile(size, kind_of(step.max_query_len), states, xbc)
         total, steps = gates(own, told, dt, dt, scan.decay, scan.dt_bias, limits, slots=(3, 4))
         given = (
-            xbc, xbc.stride(0), total, steps, scan.skip, out, step.rows, step.query_start, step.seq_lens,
-            ahead, len(step.rows), *told.tables, *told.kept, *told.firsts,
-        )  # fmt: skip
+            xbc,
+            xbc.stride(0),
+            total,
+            steps,
+            scan.skip,
+            out,
+            step.rows,
+            step.query_start,
+            step.seq_lens,
+            ahead,
+            len(step.rows),
+            *told.tables,
+            *told.kept,
+            *told.firsts,
+        )
         shape = _mamba2_shape(own, scan, told, xbc, wide)
         walks = step.max_query_len > FEW and is_streamable(told, states) and xbc.dtype in _WALKED
         behind: dict[str, Any] = {"PDL": False}
@@ -182,9 +204,15 @@ class GpuStates:
                 *given, **options, PDL=bool(behind["PDL"]), maxnreg=_WALK_REGISTERS, num_stages=1, **PLAIN
             )
         mamba2_scan[heads * -(-size // wide), num_rows](
-            *given, **shape, WALKED=walks, TILE=16 if step.max_query_len <= FEW else own.chunk, num_warps=warps,
-            num_stages=1, **PLAIN, **behind,
-        )  # fmt: skip
+            *given,
+            **shape,
+            WALKED=walks,
+            TILE=16 if step.max_query_len <= FEW else own.chunk,
+            num_warps=warps,
+            num_stages=1,
+            **PLAIN,
+            **behind,
+        )
 
     def mamba1(self, own: LayerStates, scan: Mamba1Operands, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
         """See StateBackend."""

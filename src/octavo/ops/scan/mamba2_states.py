@@ -29,9 +29,16 @@ def rounded(state, kind: tl.constexpr):
 
 @triton.jit
 def _places(
-    told, border, width, channel, FORM: tl.constexpr, SIZE: tl.constexpr, STATES: tl.constexpr, CHUNK: tl.constexpr,
+    told,
+    border,
+    width,
+    channel,
+    FORM: tl.constexpr,
+    SIZE: tl.constexpr,
+    STATES: tl.constexpr,
+    CHUNK: tl.constexpr,
     HALF: tl.constexpr = None,
-):  # fmt: skip
+):
     """([states, channels] of a head's state behind `border` tokens, or of a HALF of it, of 16 bits; which are kept).
 
     told: (what is kept, the row's table of states, the layer's first part, head). width, channel: states, channels.
@@ -58,9 +65,17 @@ def _places(
 
 @triton.jit
 def read_upper(
-    told, border, width, channel, inside, FORM: tl.constexpr, SIZE: tl.constexpr, STATES: tl.constexpr,
-    CHUNK: tl.constexpr, PARTED: tl.constexpr,
-):  # fmt: skip
+    told,
+    border,
+    width,
+    channel,
+    inside,
+    FORM: tl.constexpr,
+    SIZE: tl.constexpr,
+    STATES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTED: tl.constexpr,
+):
     """[states, channels]: of a head's state what products of bfloat16 take, where it is PARTED, else all in float32.
 
     Zeros at border 0. inside: what exists. For the other arguments see `_places`.
@@ -75,9 +90,18 @@ def read_upper(
 
 @triton.jit
 def read(
-    told, border, width, channel, inside, FORM: tl.constexpr, SIZE: tl.constexpr, STATES: tl.constexpr,
-    CHUNK: tl.constexpr, PARTED: tl.constexpr, kind: tl.constexpr,
-):  # fmt: skip
+    told,
+    border,
+    width,
+    channel,
+    inside,
+    FORM: tl.constexpr,
+    SIZE: tl.constexpr,
+    STATES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTED: tl.constexpr,
+    kind: tl.constexpr,
+):
     """([states, channels] of a head's state in float32, the same as products of type `kind` take it): see above."""
     upper = read_upper(told, border, width, channel, inside, FORM, SIZE, STATES, CHUNK, PARTED)
     if PARTED:
@@ -91,9 +115,19 @@ def read(
 
 @triton.jit
 def write(
-    told, border, state, width, channel, inside, FORM: tl.constexpr, SIZE: tl.constexpr, STATES: tl.constexpr,
-    CHUNK: tl.constexpr, PARTED: tl.constexpr, kind: tl.constexpr,
-):  # fmt: skip
+    told,
+    border,
+    state,
+    width,
+    channel,
+    inside,
+    FORM: tl.constexpr,
+    SIZE: tl.constexpr,
+    STATES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTED: tl.constexpr,
+    kind: tl.constexpr,
+):
     """Keep a state of float32 behind `border` tokens, if the table does. What `read` will give."""
     if PARTED:
         bits = tl.minimum(state.to(tl.int32, bitcast=True), _LARGEST)
