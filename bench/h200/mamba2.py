@@ -367,6 +367,7 @@ def main() -> None:
             attempt(f"decoding, {rows} rows", of_states, [1] * rows, 70 if DRY else 160)
         for counts in ([5] * 2,) if DRY else ([1] * 64, [5] * 64):
             attempt(f"{len(counts)} rows of {counts[0]} to a border", of_states, counts, 128 - counts[0])
+        attempt("that border, by tiles", states.advances, [1] * (2 if DRY else 64))
         for counts in ([70],) if DRY else ([512] * 16, [4000] * 2):
             attempt(f"prompts of {counts[0]}", of_states, counts, 0)
         rows, count = (2, 70) if DRY else (512, 480)

@@ -252,17 +252,25 @@ def candidates(counts: Sequence[int], computed: int) -> str:
 
 
 def advances(counts: Sequence[int]) -> str:
-    """Microseconds of Mamba-2 where all rows end a chunk: by (channels, warps) and programs that write states."""
+    """Microseconds of Mamba-2 where all rows end a chunk: by (channels, warps) of a program that writes states.
+
+    And programs, heads on their way or used, registers.
+    """
     from octavo.states import gpu
 
-    before, found = (gpu._MAMBA2_TILES[gpu._ADVANCING], gpu._ADVANCE_PROGRAMS), []
-    for tile, programs in (((32, 8), 264), ((32, 8), 528), ((64, 8), 264), ((32, 4), 528), ((64, 4), 396)):
-        gpu._MAMBA2_TILES[gpu._ADVANCING], gpu._ADVANCE_PROGRAMS = tile, programs
+    names, tile = ("_ADVANCE_PROGRAMS", "_ADVANCE_STAGES", "_ADVANCE_REGISTERS"), gpu._MAMBA2_TILES[gpu._ADVANCING]
+    before, found = [getattr(gpu, name) for name in names], list[str]()
+    for own, *ways in ((tile, *before), ((32, 8), 264, 1, None), ((64, 8), 264, 3, 128), ((64, 4), 264, 2, None)):
+        gpu._MAMBA2_TILES[gpu._ADVANCING] = own
+        for name, value in zip(names, ways, strict=True):
+            setattr(gpu, name, value)
         with contextlib.suppress(Exception):  # it needs more shared memory than there is
             us, parts = timed("mamba2", counts, 127)
             alone = sum(took for key, took in parts.items() if "advance" in key)
-            found.append(f"{tile[0]}x{tile[1]} {programs} programs {us:.0f} (it alone {alone:.0f})")
-    gpu._MAMBA2_TILES[gpu._ADVANCING], gpu._ADVANCE_PROGRAMS = before
+            found.append(f"{own[0]}x{own[1]} {ways[0]} programs {ways[1:]} {us:.0f} (it alone {alone:.0f})")
+    gpu._MAMBA2_TILES[gpu._ADVANCING] = tile
+    for name, value in zip(names, before, strict=True):
+        setattr(gpu, name, value)
     return f"us: {', '.join(found)}"
 
 

@@ -36,7 +36,7 @@ from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
 _CONV_TOKENS, _CONV_TILE, _CONV_REGISTERS, _DECODE_CHANNELS = 16, 128, None, 512
 # Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
 _ADVANCING, _WALKING = "advance", "walk"
-_MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING: (64, 4), _ADVANCING: (32, 8)}
+_MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING: (64, 4), _ADVANCING: (64, 4)}
 # Of Mamba-2's prompts: chunks that are on their way or used; types whose chunks are walked, for float32 would spill.
 _WALK_STAGES, _WALKED = 2, (torch.bfloat16, torch.float16)
 _WALK_REGISTERS: int | None = None
@@ -44,7 +44,8 @@ _WALK_REGISTERS: int | None = None
 # four warps a processor).
 _DECODE_STAGES, _DECODE_REGISTERS = 2, 168
 _MOST_STATES, _FEW_CHANNELS = 128, 32  # of float32: with more states, more channels do not fit a Hopper's shared memory
-_ADVANCE_PROGRAMS = 264  # that advance states of Mamba-2: two a processor
+# That advance states of Mamba-2: programs, two a processor; heads on their way or used; registers of a thread.
+_ADVANCE_PROGRAMS, _ADVANCE_STAGES, _ADVANCE_REGISTERS = 264, 3, None
 _MOST_ROWS = 512  # for which one kernel is compiled
 
 
@@ -142,6 +143,8 @@ class GpuStates:
             *told.firsts,
             **_mamba2_shape(own, scan, told, xbc, wide),
             ROWS_PADDED=padded_length(max(num_rows, _MOST_ROWS)),
+            STAGES=_ADVANCE_STAGES if xbc.dtype is not torch.float32 else 1,
+            maxnreg=_ADVANCE_REGISTERS,
             num_warps=warps,
             num_stages=1,
             **chained(xbc.device),
@@ -283,6 +286,6 @@ def _is_parted(states: Tensor, x: Tensor) -> bool:
 def _mamba2_tile(size: int, kind: str, states: int, x: Tensor) -> tuple[int, int]:
     """Channels of a head that a program takes, and its warps."""
     wide, warps = _MAMBA2_TILES[kind]
-    if x.dtype is torch.float32 and (states > _MOST_STATES or kind == "decode"):
+    if x.dtype is torch.float32 and (states > _MOST_STATES or kind in ("decode", _ADVANCING)):
         wide, warps = _FEW_CHANNELS, 8
     return min(wide, padded_length(size)), warps

@@ -200,11 +200,13 @@ def mamba2_advance(
     DT_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
     PARTED: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Of rows of one token: where that ends a chunk, the state behind it.
 
-    The heads of all such rows, in tiles, are dealt to the programs in turn: mostly there are none.
+    The heads of all such rows, in tiles, are dealt to the programs in turn: mostly there are none. The next ones' states
+    and tokens are on their way while one is computed: no task reads what another writes.
     """
     each, tiles = tl.arange(0, ROWS_PADDED), tl.cdiv(SIZE, WIDE)
     is_row = each < num_rows
@@ -216,7 +218,9 @@ def mamba2_advance(
     begin_after(PDL)
     width, place = tl.arange(0, STATES_PADDED), tl.arange(0, CHUNK)
     within = width < STATES
-    for task in range(tl.program_id(0), count, tl.num_programs(0)):
+    if tl.program_id(0) >= count:  # so that nothing of the first task is asked for
+        return
+    for task in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=STAGES):
         row = tl.sum(tl.where(is_full & (rank == task // (HEADS * tiles) + 1), each, 0), 0)
         end, part = tl.load(seq_lens + row), task % (HEADS * tiles)
         begin, table_row = end - CHUNK, tl.load(rows + row)
