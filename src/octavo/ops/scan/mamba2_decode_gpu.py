@@ -17,7 +17,7 @@ import triton.language as tl
 from octavo.ops.compile.launch import begin_after, launched
 from octavo.ops.scan.gates_gpu import softplus
 from octavo.ops.scan.kept import PLACES, place
-from octavo.ops.scan.mamba2_states import read_upper, rounded
+from octavo.ops.scan.mamba2_states import ask_upper, read_upper, rounded
 
 # Heads of a step below which each has a program; programs that run at once (three of four warps a processor); what one
 # costs beside its heads, in heads.
@@ -66,8 +66,8 @@ def _decode_heads(
     group, first, behind, tile, step, inputs, given, HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr, STATES: tl.constexpr, STATES_PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     STATE_FORM: tl.constexpr, X_FORM: tl.constexpr, B_FORM: tl.constexpr, TOTAL_FORM: tl.constexpr,
-    DT_FORM: tl.constexpr, PRECISION: tl.constexpr, PARTED: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr,
-    PDL: tl.constexpr,
+    DT_FORM: tl.constexpr, PRECISION: tl.constexpr, PARTED: tl.constexpr, STAGES: tl.constexpr, ASKED: tl.constexpr,
+    ONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Of the program's heads, `first` up to `behind`, those of a group.
 
@@ -105,6 +105,10 @@ def _decode_heads(
         early_b = _lines(b_at, group, within, is_old, STATES)
         early_sums = tl.load(total_at + first, mask=is_old, other=0.0)
         early_steps = tl.load(dt_at + first, mask=is_old, other=0.0)
+    else:
+        for head in tl.static_range(ASKED):  # of the first heads states alone, into the L2
+            told = (state_kept, states, state_first, tl.minimum(begin + head, end - 1))
+            ask_upper(told, border, width, within, STATE_FORM, SIZE, STATES, CHUNK, PARTED, PDL)
     begin_after(PDL)  # of later groups it waits for nothing
     own_b = tl.load(fresh + b_channel, mask=within, other=0.0)
     if ONE:
@@ -187,6 +191,7 @@ def mamba2_decode(
     PRECISION: tl.constexpr,
     PARTED: tl.constexpr,
     STAGES: tl.constexpr,
+    ASKED: tl.constexpr,
     ONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -205,11 +210,12 @@ def mamba2_decode(
         _decode_heads(
             first // (HEADS // GROUPS), first, behind, tile, step, inputs, given, HEADS, GROUPS, SIZE, WIDE, STATES,
             STATES_PADDED, CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, PARTED, STAGES,
-            ONE, PDL,
+            ASKED, ONE, PDL,
         )  # fmt: skip
     else:
         for group in range(first // (HEADS // GROUPS), (behind - 1) // (HEADS // GROUPS) + 1):
             _decode_heads(
                 group, first, behind, tile, step, inputs, given, HEADS, GROUPS, SIZE, WIDE, STATES, STATES_PADDED,
-                CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, PARTED, STAGES, ONE, PDL,
+                CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, PARTED, STAGES, ASKED, ONE,
+                PDL,
             )  # fmt: skip

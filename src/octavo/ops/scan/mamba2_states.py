@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from octavo.ops.compile.launch import ask_before
 from octavo.ops.scan.kept import place
 
 _LARGEST = tl.constexpr(0x7FFF7FFF)  # of what is no number: bits above it would be a negative zero once rounded
@@ -86,6 +87,25 @@ def read_upper(
     else:
         source, is_there = _places(told, border, width, channel, FORM, SIZE, STATES, CHUNK)
         return tl.load(source, mask=inside & is_there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def ask_upper(
+    told,
+    border,
+    width,
+    inside,
+    FORM: tl.constexpr,
+    SIZE: tl.constexpr,
+    STATES: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Ask into the L2 for what `read_upper` reads of a head whose states take a line of 128 bytes. inside: of states."""
+    if PARTED and SIZE * 2 == 128:
+        source, is_there = _places(told, border, width, tl.zeros((1,), tl.int32), FORM, SIZE, STATES, CHUNK, 0)
+        ask_before(source, inside[:, None] & is_there, PDL)
 
 
 @triton.jit
