@@ -205,7 +205,7 @@ def mamba2_advance(
 ):
     """Of rows of one token: where that ends a chunk, the state behind it.
 
-    The heads of all such rows, in tiles, are dealt to the programs in turn: mostly there are none. The next ones' states
+    The heads of all such rows, in tiles, are dealt to the programs in turn: mostly there are none. The next one's state
     and tokens are on their way while one is computed: no task reads what another writes.
     """
     each, tiles = tl.arange(0, ROWS_PADDED), tl.cdiv(SIZE, WIDE)

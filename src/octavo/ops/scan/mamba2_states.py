@@ -102,7 +102,7 @@ def ask_upper(
     PARTED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Ask into the L2 for what `read_upper` reads of a head whose states take a line of 128 bytes. inside: of states."""
+    """Ask into the L2 for what `read_upper` reads, if a state takes a line of 128 bytes. inside: which states exist."""
     if PARTED and SIZE * 2 == 128:
         source, is_there = _places(told, border, width, tl.zeros((1,), tl.int32), FORM, SIZE, STATES, CHUNK, 0)
         ask_before(source, inside[:, None] & is_there, PDL)
