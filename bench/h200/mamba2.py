@@ -246,7 +246,7 @@ def behind_prompts(computed: int, counts: Sequence[int], restarted: int = 0) -> 
     rows.step.prepare(inputs)
     one = rows.case.draw(torch.Generator().manual_seed(0), 1)
     given = [torch.randn(sum(counts), *each.shape[1:], device=DEVICE).to(each.dtype) for each in one]
-    return lambda: rows.case.run(rows.backend, rows.own, given), rows
+    return lambda: states.run_whole(rows, given), rows
 
 
 def of_states(counts: Sequence[int], computed: int) -> str:

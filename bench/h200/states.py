@@ -134,7 +134,14 @@ def operator(
         )
     )
     given = [torch.randn(sum(counts), *each.shape[1:], device=DEVICE).to(each.dtype) for each in one]
-    return lambda: case.run(rows.backend, rows.own, given), rows
+    return lambda: run_whole(rows, given), rows
+
+
+def run_whole(rows: Any, given: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What the operator gives, and what it leaves to a step's end."""
+    result: torch.Tensor = rows.case.run(rows.backend, rows.own, given)
+    rows.step.finish()
+    return result
 
 
 def timed(name: str, counts: Sequence[int], computed: int, *, keeps: bool = True) -> tuple[float, dict[str, float]]:

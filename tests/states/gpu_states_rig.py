@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import unittest.mock
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -83,6 +83,31 @@ def beside_prompts() -> None:
         for results in found[1:]:
             for one, other in zip(results, found[0], strict=True):
                 assert torch.equal(one, other), (dtype, (one != other).any(1).nonzero().flatten())
+
+
+def layers_advance_together() -> None:
+    """States of all of Mamba-2's layers, whose parts lie at equal distances or not, with the bits of one by itself."""
+    case, advance, launched = rig.CASES["mamba2"](torch.bfloat16, 2, 16, 1, 16), gpu.mamba2_advance, list[int]()
+
+    def counted(grid: tuple[int, ...]) -> Callable[..., object]:
+        return lambda *args, **options: (launched.append(args[4]), advance[grid](*args, **options))
+
+    spec, drawn = rig.state_spec(case.part), rig.draw_all(case, (67, 66))
+    for beside, expected in (((), [1] * 4), ((spec, spec), [3] * 4), ((spec, spec, spec), [3] * 4)):
+        rows = rig.Rows(case, GpuStates(), drawn, block_size=64, beside=beside)
+        if len(beside) == 3:  # of these the second is left out
+            rows.others.pop(1)
+            expected = [1] * 12
+        rows.compute({0: 63, 1: 64})
+        launched.clear()
+        with unittest.mock.patch.object(gpu, "mamba2_advance", unittest.mock.MagicMock()) as kernel:
+            kernel.__getitem__.side_effect = counted
+            for counts in ({0: 1}, {0: 1, 1: 1}, {0: 1, 1: 1}, {0: 1}):
+                rows.compute(counts)
+        assert launched == expected
+        alone = [case.oracle(each) for each in drawn]
+        for found, own in zip(rows.results, alone, strict=True):
+            assert (found.double() - own).abs().max() < 3e-2 * own.abs().max()
 
 
 def parted() -> None:
@@ -257,6 +282,7 @@ INTERPRETED = (
         "mamba2 walks": walked,
         "mamba2's halves": parted,
         "mamba2 beside prompts": beside_prompts,
+        "mamba2's layers together": layers_advance_together,
         "delta streams": streamed,
     }
     | {"mamba2 decodes several heads": several_heads_decode}

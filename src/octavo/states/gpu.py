@@ -6,6 +6,8 @@ device, so graphs may hold it.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -132,23 +134,40 @@ class GpuStates:
             ASKED=_DECODE_ASKED, ONE=one,
             maxnreg=None if one else most, num_warps=warps, num_stages=1, **chained(xbc.device), **PLAIN,
         )  # fmt: skip
-        wide, warps = _mamba2_tile(size, _ADVANCING, scan.state_size, xbc)
-        tasks = num_rows * scan.num_heads * -(-size // wide)
+        places = [each.data_ptr() for each in (told.tables[0], told.tables[2], *told.kept)]
+        alike = told.forms, scan.num_heads, scan.num_groups, *places
+        own.step.leave(alike, functools.partial(self._advance_mamba2, own, scan, num_rows), told.firsts)
+
+    def _advance_mamba2(
+        self, own: LayerStates, scan: Mamba2Operands, num_rows: int, firsts: Sequence[tuple[int, int]]
+    ) -> None:
+        """Of the first `num_rows` rows, where the one token ends a chunk: write states. firsts: of layers, their parts."""
+        told, step = self._tell_mamba2(own, scan), own.inputs
+        x = told.kept[1]
+        next = tuple(b - a for a, b in zip(*firsts[:2], strict=True)) if len(firsts) > 1 else (0, 0)
+        if firsts != [tuple(a + n * b for a, b in zip(firsts[0], next, strict=True)) for n in range(len(firsts))]:
+            for each in firsts:  # no two of them are alike
+                self._advance_mamba2(own, scan, num_rows, [each])
+            return
+        wide, warps = _mamba2_tile(scan.head_size, _ADVANCING, scan.state_size, x)
+        tasks = len(firsts) * num_rows * scan.num_heads * -(-scan.head_size // wide)
         mamba2_advance[(min(tasks, _ADVANCE_PROGRAMS),)](
             step.rows,
             step.query_start,
             step.seq_lens,
             num_rows,
+            len(firsts),
+            *next,
             *told.tables,
             *told.kept,
-            *told.firsts,
-            **_mamba2_shape(own, scan, told, xbc, wide),
+            *firsts[0],
+            **_mamba2_shape(own, scan, told, x, wide),
             ROWS_PADDED=padded_length(max(num_rows, _MOST_ROWS)),
-            STAGES=_ADVANCE_STAGES if xbc.dtype is not torch.float32 else 1,
+            STAGES=_ADVANCE_STAGES if x.dtype is not torch.float32 else 1,
             maxnreg=_ADVANCE_REGISTERS,
             num_warps=warps,
             num_stages=1,
-            **chained(xbc.device),
+            **chained(x.device),
             **PLAIN,
         )
 

@@ -167,12 +167,15 @@ def mamba2_scan(
             )
 
 
-@launched(triton.jit(do_not_specialize=["num_rows", *PLACES]))
+@launched(triton.jit(do_not_specialize=["num_rows", "num_layers", "state_next", "input_next", *PLACES]))
 def mamba2_advance(
     rows,
     query_start,
     seq_lens,
     num_rows,
+    num_layers,
+    state_next,  # parts from a layer's to the next one's
+    input_next,
     state_table,
     state_columns,
     input_table,
@@ -203,7 +206,7 @@ def mamba2_advance(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of rows of one token: where that ends a chunk, the state behind it.
+    """Of rows of one token, behind all layers: where that ends a chunk, the states behind it.
 
     The heads of all such rows, in tiles, are dealt to the programs in turn: mostly there are none. The next one's state
     and tokens are on their way while one is computed: no task reads what another writes.
@@ -214,21 +217,25 @@ def mamba2_advance(
     begun = tl.load(query_start + each, mask=is_row, other=0)
     is_full = (ends % CHUNK == 0) & (tl.load(query_start + each + 1, mask=is_row, other=0) == begun + 1)
     rank = tl.cumsum(is_full.to(tl.int32), 0)
-    count = tl.sum(is_full.to(tl.int32), 0) * HEADS * tiles
+    of_layer = tl.sum(is_full.to(tl.int32), 0) * HEADS * tiles
+    count = of_layer * num_layers
     begin_after(PDL)
     width, place = tl.arange(0, STATES_PADDED), tl.arange(0, CHUNK)
     within = width < STATES
     if tl.program_id(0) >= count:  # so that nothing of the first task is asked for
         return
     for task in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=STAGES):
-        row = tl.sum(tl.where(is_full & (rank == task // (HEADS * tiles) + 1), each, 0), 0)
-        end, part = tl.load(seq_lens + row), task % (HEADS * tiles)
+        layer, own = task // of_layer, task % of_layer
+        row = tl.sum(tl.where(is_full & (rank == own // (HEADS * tiles) + 1), each, 0), 0)
+        end, part = tl.load(seq_lens + row), own % (HEADS * tiles)
         begin, table_row = end - CHUNK, tl.load(rows + row)
         states = state_table + table_row * state_columns
-        of_row = (input_table + table_row * input_columns, input_first, 0, end, end, BLOCK)  # all of the chunk is kept
+        first = input_first + layer * input_next
+        of_row = (input_table + table_row * input_columns, first, 0, end, end, BLOCK)  # all of the chunk is kept
         head, channel = part // tiles, part % tiles * WIDE + tl.arange(0, WIDE)
         group, inside = head // (HEADS // GROUPS), channel < SIZE
-        told, in_state = (state_kept, states, state_first, head), within[:, None] & inside[None, :]
+        told = (state_kept, states, state_first + layer * state_next, head)
+        in_state = within[:, None] & inside[None, :]
         kind = x_kept.dtype.element_ty
         state, _ = read(told, begin, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind)
         b = tokens((b_kept, 0, 0, b_kept), of_row, begin, place, group, width, within, B_FORM, STATES)
