@@ -141,7 +141,7 @@ class GpuStates:
     def _advance_mamba2(
         self, own: LayerStates, scan: Mamba2Operands, num_rows: int, firsts: Sequence[tuple[int, int]]
     ) -> None:
-        """Of the first `num_rows` rows, where the one token ends a chunk: write states. firsts: of layers, their parts."""
+        """Of the first `num_rows` rows, where the one token ends a chunk: write states. firsts: parts of each layer."""
         told, step = self._tell_mamba2(own, scan), own.inputs
         x = told.kept[1]
         next = tuple(b - a for a, b in zip(*firsts[:2], strict=True)) if len(firsts) > 1 else (0, 0)
