@@ -252,26 +252,30 @@ def behind_prompts(computed: int, counts: Sequence[int], restarted: int = 0) -> 
 def of_states(counts: Sequence[int], computed: int) -> str:
     """Bits and microseconds of Mamba-2 with states that are kept whole, and in halves.
 
-    Decoding by (stages, registers, heads asked for early, programs that run at once).
+    Decoding by (stages, registers, warps, programs that run at once).
     """
     from octavo.ops.scan import mamba2_decode_gpu
     from octavo.states import gpu
 
     found, expected = list[str](), list[torch.Tensor]()
-    choices = [(gpu._DECODE_STAGES, gpu._DECODE_REGISTERS, gpu._DECODE_ASKED, mamba2_decode_gpu._ROOM)]
-    other = [(2, 168, 0, 396), (3, 168, 2, 396), (2, 128, 2, 528)] if max(counts) == 1 and not DRY else []
+    tiles, room = gpu._MAMBA2_TILES, mamba2_decode_gpu._ROOM
+    choices = [(gpu._DECODE_STAGES, gpu._DECODE_REGISTERS, tiles["decode"][1], room)]
+    other = (
+        [(2, 168, 4, 396), (2, 128, 4, 528), (3, 255, 2, 528), (2, 255, 2, 528)] if max(counts) == 1 and not DRY else []
+    )
     for name, parts, ways in (("whole", False, choices), ("halves", True, [*choices, *other])):
         with mock.patch.object(gpu, "_is_parted", lambda *_, parts=parts: parts):
             run, rows = behind_prompts(computed, counts)
-            for stages, most, asked, room in ways:
+            for stages, most, warps, room in ways:
                 mamba2_decode_gpu.programs_of.cache_clear()
                 with (
-                    mock.patch.multiple(gpu, _DECODE_STAGES=stages, _DECODE_REGISTERS=most, _DECODE_ASKED=asked),
+                    mock.patch.multiple(gpu, _DECODE_STAGES=stages, _DECODE_REGISTERS=most),
+                    mock.patch.dict(tiles, decode=(tiles["decode"][0], warps)),
                     mock.patch.object(mamba2_decode_gpu, "_ROOM", room),
                 ):
                     us, result = graph_us(run), run()
                 expected = expected or [result.clone()]
-                found.append(f"{name} {stages, most, asked, room} {us:.1f}" + is_same([result], expected))
+                found.append(f"{name} {stages, most, warps, room} {us:.1f}" + is_same([result], expected))
         del run, rows
     mamba2_decode_gpu.programs_of.cache_clear()
     return f"us: {', '.join(found)}"

@@ -43,8 +43,8 @@ _MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING:
 _WALK_STAGES, _WALKED = 2, (torch.bfloat16, torch.float16)
 _WALK_REGISTERS: int | None = None
 # Of Mamba-2 where rows decode: heads whose states are on their way or used, registers of a thread (three programs of
-# four warps a processor), heads whose states are asked for before the kernel ahead ends.
-_DECODE_STAGES, _DECODE_REGISTERS, _DECODE_ASKED = 2, 168, 2
+# four warps a processor).
+_DECODE_STAGES, _DECODE_REGISTERS = 3, 168
 _MOST_STATES, _FEW_CHANNELS = 128, 32  # of float32: with more states, more channels do not fit a Hopper's shared memory
 # That advance states of Mamba-2: programs, two a processor; heads on their way or used; registers of a thread.
 _ADVANCE_PROGRAMS, _ADVANCE_STAGES, _ADVANCE_REGISTERS = 264, 3, None
@@ -131,7 +131,7 @@ class GpuStates:
             xbc, xbc.stride(0), dt, dt.stride(0), scan.decay, scan.dt_bias, scan.dt_min, scan.dt_max, scan.skip, out,
             step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
             **_mamba2_shape(own, scan, told, xbc, wide), STAGES=1 if one else stages,
-            ASKED=_DECODE_ASKED, ONE=one,
+            ONE=one,
             maxnreg=None if one else most, num_warps=warps, num_stages=1, **chained(xbc.device), **PLAIN,
         )  # fmt: skip
         places = [each.data_ptr() for each in (told.tables[0], told.tables[2], *told.kept)]

@@ -73,20 +73,6 @@ def ready_before(x, PDL: tl.constexpr):
     return x
 
 
-@triton.jit
-def ask_before(places, inside, PDL: tl.constexpr):
-    """Ask for the lines at `places`, addresses, into the L2: what the kernel ahead does not write. inside: which."""
-    if PDL:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred asked; setp.ne.s32 asked, $2, 0; @asked prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-            "=r,l,r",
-            [places.to(tl.int64), inside.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
 def chained(device: torch.device) -> dict[str, Any]:
     """Options for the launch of a kernel that takes `PDL` and calls `begin_after`."""
     return {"PDL": True, "launch_pdl": True} if _has_pdl(device) else {"PDL": False}

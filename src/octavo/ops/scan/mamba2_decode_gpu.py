@@ -17,7 +17,7 @@ import triton.language as tl
 from octavo.ops.compile.launch import begin_after, launched
 from octavo.ops.scan.gates_gpu import softplus
 from octavo.ops.scan.kept import PLACES, place
-from octavo.ops.scan.mamba2_states import ask_upper, read_upper, rounded
+from octavo.ops.scan.mamba2_states import head_block, rounded, upper_in
 
 # Heads of a step below which each has a program; programs that run at once (three of four warps a processor); what one
 # costs beside its heads, in heads.
@@ -47,11 +47,11 @@ def _begins(of_row, position, kept, FORM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _gates(dt, bias, decay, before, head, is_later, dt_min, dt_max):
-    """(the sum of one head's gates up to the row's token, its dt): see `scan_gates`. before: if it `is_later`."""
-    step = softplus(tl.load(dt + head).to(tl.float32) + tl.load(bias + head))
-    step = tl.minimum(tl.maximum(step, dt_min), dt_max)
-    return tl.load(before + head, mask=is_later, other=0.0) + step * tl.load(decay + head), step
+def _asked(sources, head, is_later):
+    """Of a head: its step of time as it is given, bias, rate, sum of gates before if the token `is_later`, skip."""
+    dt, bias, decay, before, skip = sources
+    old = tl.load(before + head, mask=is_later, other=0.0)
+    return tl.load(dt + head), tl.load(bias + head), tl.load(decay + head), old, tl.load(skip + head)
 
 
 @triton.jit
@@ -66,8 +66,8 @@ def _decode_heads(
     group, first, behind, tile, step, inputs, given, HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr, STATES: tl.constexpr, STATES_PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     STATE_FORM: tl.constexpr, X_FORM: tl.constexpr, B_FORM: tl.constexpr, TOTAL_FORM: tl.constexpr,
-    DT_FORM: tl.constexpr, PRECISION: tl.constexpr, PARTED: tl.constexpr, STAGES: tl.constexpr, ASKED: tl.constexpr,
-    ONE: tl.constexpr, PDL: tl.constexpr,
+    DT_FORM: tl.constexpr, PRECISION: tl.constexpr, PARTED: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Of the program's heads, `first` up to `behind`, those of a group.
 
@@ -92,6 +92,7 @@ def _decode_heads(
     total_at = _begins(of_row, at, total_kept, TOTAL_FORM, 1)
     dt_at = _begins(of_row, at, dt_kept, DT_FORM, 1)
     before_at = _begins(of_row, last - 1, total_kept, TOTAL_FORM, 1)
+    goal_at, has_goal = place(table, input_first, own_entry, own_offset, 0, True, X_FORM, SIZE)
     sum_at, is_stored = place(table, input_first, own_entry, own_offset, 0, True, TOTAL_FORM, 1)
     step_at, _ = place(table, input_first, own_entry, own_offset, 0, True, DT_FORM, 1)
     fresh, own_dt = xbc + token * xbc_row, dt + token * dt_row
@@ -100,15 +101,12 @@ def _decode_heads(
     holds_b = (group * PER >= first) & (tile == 0)  # the first of those that share B
     if ONE:  # all that earlier steps kept of the one head is on its way, or there, when the kernel before ends
         told = (state_kept, states, state_first, first)
-        early_state = read_upper(told, border, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED)
+        block = head_block(told, border, STATE_FORM, STATES, CHUNK)
+        early_state = upper_in(told, block, width, channel, in_state, STATE_FORM, SIZE, STATES, PARTED)
         early_x = _lines(x_at + tile * WIDE, first, inside, is_old, SIZE)
         early_b = _lines(b_at, group, within, is_old, STATES)
         early_sums = tl.load(total_at + first, mask=is_old, other=0.0)
         early_steps = tl.load(dt_at + first, mask=is_old, other=0.0)
-    else:
-        for head in tl.static_range(ASKED):  # of the first heads states alone, into the L2
-            told = (state_kept, states, state_first, tl.minimum(begin + head, end - 1))
-            ask_upper(told, border, width, within, STATE_FORM, SIZE, STATES, CHUNK, PARTED, PDL)
     begin_after(PDL)  # of later groups it waits for nothing
     own_b = tl.load(fresh + b_channel, mask=within, other=0.0)
     if ONE:
@@ -122,22 +120,33 @@ def _decode_heads(
     x_begins = tl.where(is_old, x_at, fresh)[:, None] + channel[None, :]
     c = tl.load(fresh + c_channel[None, :] + 0 * here[:, None], mask=within[None, :], other=0.0)  # 16 equal rows
     alike = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+    sources, is_later = (own_dt, dt_bias, decay, before_at, skip), last > border
+    asked, fresh_x = _asked(sources, begin, is_later), tl.load(fresh + begin * SIZE + channel, mask=inside, other=0.0)
+    if not ONE:
+        block = head_block((state_kept, states, state_first, begin), border, STATE_FORM, STATES, CHUNK)
     for head in tl.range(begin, end, num_stages=STAGES):
-        own_x = tl.load(fresh + head * SIZE + channel, mask=inside, other=0.0)
+        given_dt, bias, rate, before, own_skip = asked
+        own_x = fresh_x
         if ONE:
             state, sums, steps = early_state, early_sums, early_steps
             x = tl.where((at == last)[:, None], own_x[None, :], early_x)
         else:
             told = (state_kept, states, state_first, head)
-            state = read_upper(told, border, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED)
+            state = upper_in(told, block, width, channel, in_state, STATE_FORM, SIZE, STATES, PARTED)
             x = tl.load(x_begins + head * SIZE, mask=is_seen[:, None] & inside[None, :], other=0.0)
             sums = tl.load(total_at + head, mask=is_old, other=0.0)
             steps = tl.load(dt_at + head, mask=is_old, other=0.0)
-        own_sum, own_step = _gates(own_dt, dt_bias, decay, before_at, head, last > border, dt_min, dt_max)
+            next = tl.minimum(head + 1, end - 1)  # what little the next head needs is on its way meanwhile
+            block = head_block((state_kept, states, state_first, next), border, STATE_FORM, STATES, CHUNK)
+            asked, fresh_x = (
+                _asked(sources, next, is_later),
+                tl.load(fresh + next * SIZE + channel, mask=inside, other=0.0),
+            )
+        own_step = tl.minimum(tl.maximum(softplus(given_dt.to(tl.float32) + bias), dt_min), dt_max)
+        own_sum = before + own_step * rate  # see `scan_gates`
         sums, steps = tl.where(at == last, own_sum, sums), tl.where(at == last, own_step, steps)
         tl.store(total_kept + sum_at + head, own_sum, mask=is_stored & (tile == 0))
         tl.store(dt_kept + step_at + head, own_step, mask=is_stored & (tile == 0))
-        own_skip = tl.load(skip + head)
         left = tl.exp(tl.where(is_seen, own_sum - sums, 0.0))
         weight = tl.where(is_seen[None, :], left[None, :] * alike * steps[None, :], 0.0).to(x.dtype)
         result = tl.exp(own_sum) * tl.dot(c, rounded(state, c.dtype), input_precision=PRECISION)
@@ -145,8 +154,7 @@ def _decode_heads(
         result += own_skip * own_x.to(tl.float32)[None, :]
         target = out + (token * HEADS + head) * SIZE + channel[None, :] + 0 * here[:, None]
         tl.store(target, result.to(out.dtype.element_ty), mask=(here == 0)[:, None] & inside[None, :])
-        where, is_there = place(table, input_first, own_entry, own_offset, head, True, X_FORM, SIZE)
-        tl.store(x_kept + where + channel, own_x, mask=inside & is_there)
+        tl.store(x_kept + goal_at + head * SIZE + channel, own_x, mask=inside & has_goal)
 
 
 @launched(triton.jit(do_not_specialize=PLACES))
@@ -191,7 +199,6 @@ def mamba2_decode(
     PRECISION: tl.constexpr,
     PARTED: tl.constexpr,
     STAGES: tl.constexpr,
-    ASKED: tl.constexpr,
     ONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -210,12 +217,11 @@ def mamba2_decode(
         _decode_heads(
             first // (HEADS // GROUPS), first, behind, tile, step, inputs, given, HEADS, GROUPS, SIZE, WIDE, STATES,
             STATES_PADDED, CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, PARTED, STAGES,
-            ASKED, ONE, PDL,
+            ONE, PDL,
         )  # fmt: skip
     else:
         for group in range(first // (HEADS // GROUPS), (behind - 1) // (HEADS // GROUPS) + 1):
             _decode_heads(
                 group, first, behind, tile, step, inputs, given, HEADS, GROUPS, SIZE, WIDE, STATES, STATES_PADDED,
-                CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, PARTED, STAGES, ASKED, ONE,
-                PDL,
+                CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, PARTED, STAGES, ONE, PDL,
             )  # fmt: skip

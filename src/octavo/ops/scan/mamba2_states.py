@@ -13,8 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.ops.compile.launch import ask_before
-from octavo.ops.scan.kept import place
+from octavo.ops.scan.kept import begin_in, block_of, place
 
 _LARGEST = tl.constexpr(0x7FFF7FFF)  # of what is no number: bits above it would be a negative zero once rounded
 
@@ -90,22 +89,33 @@ def read_upper(
 
 
 @triton.jit
-def ask_upper(
+def head_block(told, border, FORM: tl.constexpr, STATES: tl.constexpr, CHUNK: tl.constexpr):
+    """The block that has a head's state behind `border` tokens, 0 at 0. For `told` see `_places`; one line holds it."""
+    _, table, first_part, head = told
+    tl.static_assert(FORM[5] % STATES == 0, "a head's state lies in one line")
+    return block_of(table, first_part, tl.maximum(border // CHUNK - 1, 0), 0, head * STATES, border > 0, FORM)
+
+
+@triton.jit
+def upper_in(
     told,
-    border,
+    block,
     width,
+    channel,
     inside,
     FORM: tl.constexpr,
     SIZE: tl.constexpr,
     STATES: tl.constexpr,
-    CHUNK: tl.constexpr,
     PARTED: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """Ask into the L2 for what `read_upper` reads, if a state takes a line of 128 bytes. inside: which states exist."""
-    if PARTED and SIZE * 2 == 128:
-        source, is_there = _places(told, border, width, tl.zeros((1,), tl.int32), FORM, SIZE, STATES, CHUNK, 0)
-        ask_before(source, inside[:, None] & is_there, PDL)
+    """`read_upper`, of the `head_block` that is known."""
+    kept, _, first_part, head = told
+    source = kept + begin_in(block, first_part, 0, head * STATES, FORM, SIZE)
+    at, is_there = (width * SIZE)[:, None] + channel[None, :], inside & (block > 0)
+    if PARTED:
+        return tl.load(source.to(tl.pointer_type(tl.bfloat16)) + at, mask=is_there, other=0.0)
+    else:
+        return tl.load(source + at, mask=is_there, other=0.0).to(tl.float32)
 
 
 @triton.jit
