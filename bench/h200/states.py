@@ -267,7 +267,7 @@ def advances(counts: Sequence[int]) -> str:
 
     names, tile = ("_ADVANCE_PROGRAMS", "_ADVANCE_STAGES", "_ADVANCE_REGISTERS"), gpu._MAMBA2_TILES[gpu._ADVANCING]
     before, found = [getattr(gpu, name) for name in names], list[str]()
-    for own, *ways in ((tile, *before), ((32, 8), 264, 1, None), ((64, 8), 264, 3, 128), ((64, 4), 264, 2, None)):
+    for own, *ways in ((tile, *before), ((64, 4), 396, 1, 168), ((64, 8), 396, 1, 80), ((32, 4), 528, 1, 128)):
         gpu._MAMBA2_TILES[gpu._ADVANCING] = own
         for name, value in zip(names, ways, strict=True):
             setattr(gpu, name, value)
