@@ -373,6 +373,7 @@ def main() -> None:
             attempt(f"convolution of {rows} rows", states.convolution_of, rows)
         for counts in ([5] * 2,) if DRY else ([1] * 64, [5] * 64):
             attempt(f"{len(counts)} rows of {counts[0]} to a border", of_states, counts, 128 - counts[0])
+        attempt("rows of 5 within a chunk", of_states, [5] * (2 if DRY else 64), 100)
         attempt("that border, by tiles", states.advances, [1] * (2 if DRY else 64))
         for counts in ([70],) if DRY else ([512] * 16, [4000] * 2):
             attempt(f"prompts of {counts[0]}", of_states, counts, 0)

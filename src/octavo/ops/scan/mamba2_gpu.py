@@ -141,7 +141,8 @@ def mamba2_scan(
     kind = xbc.dtype.element_ty
     border = computed // CHUNK * CHUNK
     told, in_state = (state_kept, states, state_first, head), within[:, None] & inside[None, :]
-    state, upper = read(told, border, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind)
+    advances = border + CHUNK <= end  # else nobody reads more of the state than products take
+    state, upper = read(told, border, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind, advances)
     for begin in tl.range(border, end, CHUNK, disable_licm=True):  # what moved out of the loop would spill
         at = begin + place
         b = tokens(bs, of_row, begin, place, group, width, within, B_FORM, STATES)

@@ -131,12 +131,16 @@ def read(
     CHUNK: tl.constexpr,
     PARTED: tl.constexpr,
     kind: tl.constexpr,
+    advances=True,
 ):
-    """([states, channels] of a head's state in float32, the same as products of type `kind` take it): see above."""
+    """([states, channels] of a head's state in float32, the same as products of type `kind` take it): see above.
+
+    advances: whether the first is asked for.
+    """
     upper = read_upper(told, border, width, channel, inside, FORM, SIZE, STATES, CHUNK, PARTED)
     if PARTED:
         source, is_there = _places(told, border, width, channel, FORM, SIZE, STATES, CHUNK, 1)
-        left = tl.load(source, mask=inside & is_there, other=0).to(tl.int32)
+        left = tl.load(source, mask=inside & is_there & advances, other=0).to(tl.int32)
         state = (upper.to(tl.int16, bitcast=True).to(tl.int32) << 16) + left
         return state.to(tl.float32, bitcast=True), upper
     else:
