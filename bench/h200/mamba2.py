@@ -369,8 +369,6 @@ def main() -> None:
         attempt("bits over cuts", states.bits, "mamba2", F32 if DRY else BF16)
         for rows in (2,) if DRY else (1, 16, 64, 256, 512):
             attempt(f"decoding, {rows} rows", of_states, [1] * rows, 70 if DRY else 160)
-        for rows in (3,) if DRY else (64, 512):
-            attempt(f"convolution of {rows} rows", states.convolution_of, rows)
         for counts in ([5] * 2,) if DRY else ([1] * 64, [5] * 64):
             attempt(f"{len(counts)} rows of {counts[0]} to a border", of_states, counts, 128 - counts[0])
         attempt("rows of 5 within a chunk", of_states, [5] * (2 if DRY else 64), 100)

@@ -150,21 +150,6 @@ def wide_convolution() -> None:
     check_results("cpu", "conv", torch.float32, (1, 6, 7, 70), 20, (40, 7, False))
 
 
-def convolved_together() -> None:
-    """Rows that decode by one program, the last of which may have fewer, across a border."""
-    with unittest.mock.patch.multiple(gpu, _MANY=2, _DECODE_ROWS=2):
-        check_decoding("cpu", "conv", torch.float32)
-        case = rig.CASES["conv"](torch.float32)
-        drawn = rig.draw_all(case, (9, 22, 40))
-        rows = rig.Rows(case, GpuStates(), drawn)
-        rows.compute({0: 4, 1: 17, 2: 35})
-        rows.padded = 2
-        for _ in range(5):
-            rows.compute({0: 1, 1: 1, 2: 1})
-    for found, expected in zip(rows.results, rig.alone(case, GpuStates(), drawn), strict=True):
-        assert torch.equal(found, expected)
-
-
 def convolved_prompts() -> None:
     """A convolution of prompts has the bits of one token a step, wherever the prompts are cut."""
     case = rig.CASES["conv"](torch.float32)
@@ -303,5 +288,5 @@ INTERPRETED = (
     | {"mamba2 decodes several heads": several_heads_decode}
     | {f"{heads[1]} heads in one kernel": lambda own=(heads, *rest): one_kernel_decodes(*own) for heads, *rest in _ONE}
     | ({"a walk in CUDA": one_kernel_walks, "kernels are compared": kernels_are_compared} if COMPILER else {})
-    | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts, "conv together": convolved_together}
+    | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}
 )

@@ -36,8 +36,6 @@ from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
 
 # Of a program that convolves prompts: tokens, channels, registers of a thread; and channels where few rows decode.
 _CONV_TOKENS, _CONV_TILE, _CONV_REGISTERS, _DECODE_CHANNELS = 16, 128, None, 512
-# Where many rows decode: those that share what a program knows of its channels.
-_MANY, _DECODE_ROWS = 256, 4
 # Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
 _ADVANCING, _WALKING = "advance", "walk"
 _MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING: (64, 4), _ADVANCING: (64, 4)}
@@ -69,13 +67,12 @@ class GpuStates:
         bias = conv.weight if conv.bias is None else conv.bias
         if step.max_query_len == 1 and (told := self._tell_lines(own, channels)) is not None:
             tile = min(_DECODE_CHANNELS * (1 + (num_rows >= FEW)), padded_length(channels))
-            together = _DECODE_ROWS if num_rows >= _MANY else 1
-            decode_convolution[-(-channels // tile), -(-num_rows // together)](
-                x, x.stride(0), conv.weight, bias, out, step.rows, step.query_start, step.seq_lens, num_rows,
+            decode_convolution[-(-channels // tile), num_rows](
+                x, x.stride(0), conv.weight, bias, out, step.rows, step.query_start, step.seq_lens,
                 *told.tables, *told.kept, *told.firsts,
                 CHANNELS=channels, TILE=tile, WIDTH=width, CHUNK=own.chunk, BLOCK=own.block_size,
                 STATE_FORM=told.forms[0], INPUT_FORM=told.forms[1], HAS_BIAS=conv.bias is not None, SILU=conv.silu,
-                ROWS=together, num_warps=4, **chained(x.device), **PLAIN,
+                num_warps=4, **chained(x.device), **PLAIN,
             )  # fmt: skip
             return out
         told = self._tell(own, "conv", ("conv",), ("conv",), (1, 1))

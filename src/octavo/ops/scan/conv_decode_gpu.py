@@ -14,23 +14,7 @@ from octavo.ops.compile.launch import begin_after, launched
 from octavo.ops.scan.kept import PLACES, place
 
 
-@triton.jit
-def _row_at(row, rows, query_start, seq_lens, num_rows):
-    """(a row's last position, the step's token of it, whether it has one, its row in tables)."""
-    here = tl.minimum(row, num_rows - 1)
-    token, at = tl.load(query_start + here).to(tl.int64), tl.load(seq_lens + here) - 1
-    is_own = (tl.load(query_start + here + 1) > token) & (at >= 0) & (row < num_rows)
-    return at, token, is_own, tl.load(rows + here)
-
-
-@triton.jit
-def _line(told, table_row, entry, offset, run, is_asked, FORM: tl.constexpr, CHANNELS: tl.constexpr):
-    """(where a line of a row begins, whether it is kept). told: (tables, their columns, the layer's first part)."""
-    tables, columns, first = told
-    return place(tables + table_row * columns, first, entry, offset, run, is_asked, FORM, CHANNELS)
-
-
-@launched(triton.jit(do_not_specialize=["num_rows", *PLACES]))
+@launched(triton.jit(do_not_specialize=PLACES))
 def decode_convolution(
     x,
     x_row,
@@ -40,7 +24,6 @@ def decode_convolution(
     rows,
     query_start,
     seq_lens,
-    num_rows,
     state_table,
     state_columns,
     input_table,
@@ -58,54 +41,48 @@ def decode_convolution(
     INPUT_FORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
-    ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The one token of each of ROWS rows, and TILE channels. A token's channels lie in one line."""
+    """The one token of a row, and TILE channels. A token's channels lie in one line."""
+    row = tl.program_id(1)
+    token, at = tl.load(query_start + row).to(tl.int64), tl.load(seq_lens + row) - 1
+    is_own = (tl.load(query_start + row + 1) > token) & (at >= 0)
+    table_row = tl.load(rows + row)
+    states, inputs = state_table + table_row * state_columns, input_table + table_row * input_columns
     channel = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = channel < CHANNELS
-    nothing = tl.zeros((TILE,), x.dtype.element_ty)
-    states, inputs = (state_table, state_columns, state_first), (input_table, input_columns, input_first)
+    border, nothing = at // CHUNK * CHUNK, tl.zeros((TILE,), x.dtype.element_ty)
+    sum = tl.zeros((TILE,), tl.float32)
+    if HAS_BIAS:
+        sum += tl.load(bias + channel, mask=inside, other=0.0)
     last_weight = tl.load(weight + (WIDTH - 1) * CHANNELS + channel, mask=inside, other=0.0)
-    sums = ()
-    for i in tl.static_range(ROWS):
-        at, token, is_own, table_row = _row_at(tl.program_id(1) * ROWS + i, rows, query_start, seq_lens, num_rows)
-        border = at // CHUNK * CHUNK
-        sum = tl.zeros((TILE,), tl.float32)
-        if HAS_BIAS:
-            sum += tl.load(bias + channel, mask=inside, other=0.0)
-        for j in tl.static_range(WIDTH - 1):
-            position = at - (WIDTH - 1) + j
-            is_open = is_own & (position >= border)
-            where, _ = _line(inputs, table_row, position // BLOCK, position % BLOCK, 0, is_open, INPUT_FORM, CHANNELS)
-            value = nothing + tl.load(input_kept + where + channel, mask=is_open & inside, other=0.0)
-            is_before = is_own & (position < border) & (border > 0)
-            run = tl.maximum(position - border + WIDTH - 1, 0)
-            where, _ = _line(states, table_row, border // CHUNK - 1, 0, run, is_before, STATE_FORM, CHANNELS)
-            value += tl.load(state_kept + where + channel, mask=is_before & inside, other=0.0)
-            sum += value.to(tl.float32) * tl.load(weight + j * CHANNELS + channel, mask=inside, other=0.0)
-        sums += (sum,)
+    is_border = is_own & ((at + 1) % CHUNK == 0)
+    next, is_stored = place(inputs, input_first, at // BLOCK, at % BLOCK, 0, is_own, INPUT_FORM, CHANNELS)
+    for j in tl.static_range(WIDTH - 1):
+        position = at - (WIDTH - 1) + j
+        is_open = is_own & (position >= border)
+        where, _ = place(inputs, input_first, position // BLOCK, position % BLOCK, 0, is_open, INPUT_FORM, CHANNELS)
+        value = nothing + tl.load(input_kept + where + channel, mask=is_open & inside, other=0.0)
+        is_before = is_own & (position < border) & (border > 0)
+        run = tl.maximum(position - border + WIDTH - 1, 0)
+        where, _ = place(states, state_first, border // CHUNK - 1, 0, run, is_before, STATE_FORM, CHANNELS)
+        value += tl.load(state_kept + where + channel, mask=is_before & inside, other=0.0)
+        sum += value.to(tl.float32) * tl.load(weight + j * CHANNELS + channel, mask=inside, other=0.0)
     begin_after(PDL)
-    values = ()
-    for i in tl.static_range(ROWS):
-        at, token, is_own, table_row = _row_at(tl.program_id(1) * ROWS + i, rows, query_start, seq_lens, num_rows)
-        values += (tl.load(x + token * x_row + channel, mask=is_own & inside, other=0.0) + nothing,)
-    for i in tl.static_range(ROWS):
-        at, token, is_own, table_row = _row_at(tl.program_id(1) * ROWS + i, rows, query_start, seq_lens, num_rows)
-        value, sum = values[i], sums[i] + values[i].to(tl.float32) * last_weight
-        if is_own & ((at + 1) % CHUNK == 0):  # the inputs that the next token sees, which begins a chunk, are the state
-            tl.static_assert(WIDTH <= CHUNK, "they are all of this chunk")
-            entry = (at + 1) // CHUNK - 1
-            for j in tl.static_range(1, WIDTH - 1):
-                position = at - (WIDTH - 1) + j
-                where, _ = _line(inputs, table_row, position // BLOCK, position % BLOCK, 0, True, INPUT_FORM, CHANNELS)
-                seen = tl.load(input_kept + where + channel, mask=inside, other=0.0) + nothing
-                where, is_there = _line(states, table_row, entry, 0, j - 1, True, STATE_FORM, CHANNELS)
-                tl.store(state_kept + where + channel, seen, mask=is_there & inside)
-            where, is_there = _line(states, table_row, entry, 0, WIDTH - 2, True, STATE_FORM, CHANNELS)
-            tl.store(state_kept + where + channel, value, mask=is_there & inside)
-        if SILU:
-            sum = sum / (1.0 + tl.exp(-sum))
-        tl.store(out + token * CHANNELS + channel, sum.to(out.dtype.element_ty), mask=is_own & inside)
-        where, is_stored = _line(inputs, table_row, at // BLOCK, at % BLOCK, 0, is_own, INPUT_FORM, CHANNELS)
-        tl.store(input_kept + where + channel, value, mask=is_stored & inside)
+    value = tl.load(x + token * x_row + channel, mask=is_own & inside, other=0.0) + nothing
+    sum += value.to(tl.float32) * last_weight
+    if is_border:  # the inputs that the next token sees, which begins a chunk, are the state
+        tl.static_assert(WIDTH <= CHUNK, "they are all of this chunk")
+        entry = (at + 1) // CHUNK - 1
+        for j in tl.static_range(1, WIDTH - 1):
+            position = at - (WIDTH - 1) + j
+            where, _ = place(inputs, input_first, position // BLOCK, position % BLOCK, 0, True, INPUT_FORM, CHANNELS)
+            seen = tl.load(input_kept + where + channel, mask=inside, other=0.0) + nothing
+            where, is_there = place(states, state_first, entry, 0, j - 1, True, STATE_FORM, CHANNELS)
+            tl.store(state_kept + where + channel, seen, mask=is_there & inside)
+        where, is_there = place(states, state_first, entry, 0, WIDTH - 2, True, STATE_FORM, CHANNELS)
+        tl.store(state_kept + where + channel, value, mask=is_there & inside)
+    if SILU:
+        sum = sum / (1.0 + tl.exp(-sum))
+    tl.store(out + token * CHANNELS + channel, sum.to(out.dtype.element_ty), mask=is_own & inside)
+    tl.store(input_kept + next + channel, value, mask=is_stored & inside)
