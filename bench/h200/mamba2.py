@@ -203,7 +203,7 @@ def decoding(num_rows: int, computed: int) -> str:
     from octavo.states import gpu
 
     heads, found, expected = states.sizes_of("mamba2")[0], list[str](), list[torch.Tensor]()
-    chosen = gpu.programs_of(heads, num_rows)
+    chosen = gpu.programs_of(heads, num_rows, gpu._STREAMS[True].room)
     run, rows = states.operator("mamba2", [1] * num_rows, computed)
     for name, store in zip(rows.own.input_names, rows.own.kept_inputs, strict=True):
         kept = store.data.normal_()
@@ -252,32 +252,21 @@ def behind_prompts(computed: int, counts: Sequence[int], restarted: int = 0) -> 
 def of_states(counts: Sequence[int], computed: int) -> str:
     """Bits and microseconds of Mamba-2 with states that are kept whole, and in halves.
 
-    Decoding by (stages, registers, warps, programs that run at once).
+    Decoding by several streams: see `octavo.states.gpu`.
     """
-    from octavo.ops.scan import mamba2_decode_gpu
     from octavo.states import gpu
 
     found, expected = list[str](), list[torch.Tensor]()
-    tiles, room = gpu._MAMBA2_TILES, mamba2_decode_gpu._ROOM
-    choices = [(gpu._DECODE_STAGES, gpu._DECODE_REGISTERS, tiles["decode"][1], room)]
-    other = (
-        [(2, 168, 4, 396), (2, 128, 4, 528), (3, 255, 2, 528), (2, 255, 2, 528)] if max(counts) == 1 and not DRY else []
-    )
-    for name, parts, ways in (("whole", False, choices), ("halves", True, [*choices, *other])):
+    others = [(2, 2, 255, 528), (4, 3, 168, 396), (4, 2, 128, 528)] if max(counts) == 1 and not DRY else []
+    for name, parts, ways in (("whole", False, []), ("halves", True, others)):
         with mock.patch.object(gpu, "_is_parted", lambda *_, parts=parts: parts):
             run, rows = behind_prompts(computed, counts)
-            for stages, most, warps, room in ways:
-                mamba2_decode_gpu.programs_of.cache_clear()
-                with (
-                    mock.patch.multiple(gpu, _DECODE_STAGES=stages, _DECODE_REGISTERS=most),
-                    mock.patch.dict(tiles, decode=(tiles["decode"][0], warps)),
-                    mock.patch.object(mamba2_decode_gpu, "_ROOM", room),
-                ):
+            for stream in (gpu._STREAMS[parts], *(gpu.Stream(*way) for way in ways)):
+                with mock.patch.dict(gpu._STREAMS, {parts: stream}):
                     us, result = graph_us(run), run()
                 expected = expected or [result.clone()]
-                found.append(f"{name} {stages, most, warps, room} {us:.1f}" + is_same([result], expected))
+                found.append(f"{name} {tuple(stream)} {us:.1f}" + is_same([result], expected))
         del run, rows
-    mamba2_decode_gpu.programs_of.cache_clear()
     return f"us: {', '.join(found)}"
 
 
@@ -299,7 +288,7 @@ def before() -> Iterator[None]:
     from octavo.layers import fusions, mlp
     from octavo.states import gpu
 
-    def eight_heads(num_heads: int, num_rows: int) -> int:
+    def eight_heads(num_heads: int, num_rows: int, _: int) -> int:
         return num_heads // max(1, min(8, num_rows * num_heads // 1024))
 
     rows = tuple(row for row in fusions.FUSIONS if row.name not in ("normed_linear", "normed_mlp", "linear_add"))

@@ -23,7 +23,6 @@ import gpu_states_rig  # noqa: E402
 import state_rig as rig  # noqa: E402
 from interpreted import run_rig  # noqa: E402
 from octavo.ops.compile import launch, nvrtc  # noqa: E402
-from octavo.ops.scan import mamba2_decode_gpu  # noqa: E402
 from octavo.ops.scan.delta import delta_prompts, delta_step, loading  # noqa: E402
 from octavo.states import gpu  # noqa: E402
 from octavo.states.gpu import GpuStates  # noqa: E402
@@ -137,7 +136,8 @@ def _spilled_bytes(ptx: str, folder: Path) -> int:
 
 @pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 64, 65, 100, 256, 300, 512])
 def test_programs_that_decode_mamba2_fill_the_processors(num_rows: int) -> None:
-    programs, room = gpu.programs_of(128, num_rows), mamba2_decode_gpu._ROOM
+    room = gpu._STREAMS[True].room
+    programs = gpu.programs_of(128, num_rows, room)
     if num_rows < 16:
         assert programs == 128, "each head has one"
         return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,20 +34,30 @@ from octavo.states.base import LayerStates
 from octavo.states.launches import FEW, PLAIN, Told, gates, is_streamable, kind_of, precision
 from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
 
+
+class Stream(NamedTuple):
+    """How programs decode several heads each."""
+
+    warps: int
+    stages: int  # heads whose states are on their way or used
+    registers: int | None  # of a thread, at most
+    room: int  # programs that run at once
+
+
 # Of a program that convolves prompts: tokens, channels, registers of a thread; and channels where few rows decode.
 _CONV_TOKENS, _CONV_TILE, _CONV_REGISTERS, _DECODE_CHANNELS = 16, 128, None, 512
 # Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
 _ADVANCING, _WALKING = "advance", "walk"
-_MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING: (64, 4), _ADVANCING: (64, 4)}
+_MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING: (64, 4), _ADVANCING: (64, 8)}
 # Of Mamba-2's prompts: chunks that are on their way or used; types whose chunks are walked, for float32 would spill.
 _WALK_STAGES, _WALKED = 2, (torch.bfloat16, torch.float16)
 _WALK_REGISTERS: int | None = None
-# Of Mamba-2 where rows decode: heads whose states are on their way or used, registers of a thread (three programs of
-# four warps a processor).
-_DECODE_STAGES, _DECODE_REGISTERS = 3, 168
+# Of Mamba-2 where rows decode by programs of several heads, by whether a head's state is small and 16 bits are read of
+# its numbers: four programs fit a processor then, else three.
+_STREAMS = {True: Stream(2, 3, 255, 528), False: Stream(4, 2, 168, 396)}
 _MOST_STATES, _FEW_CHANNELS = 128, 32  # of float32: with more states, more channels do not fit a Hopper's shared memory
 # That advance states of Mamba-2: programs, two a processor; heads on their way or used; registers of a thread.
-_ADVANCE_PROGRAMS, _ADVANCE_STAGES, _ADVANCE_REGISTERS = 264, 3, None
+_ADVANCE_PROGRAMS, _ADVANCE_STAGES, _ADVANCE_REGISTERS = 264, 3, 128
 _MOST_ROWS = 512  # for which one kernel is compiled
 
 
@@ -123,16 +133,18 @@ class GpuStates:
         """Of the first `num_rows` rows, those of one token."""
         told, step, size = self._tell_mamba2(own, scan), own.inputs, scan.head_size
         wide, warps = _mamba2_tile(size, "decode", scan.state_size, xbc)
-        tiles = -(-size // wide)
-        programs = programs_of(scan.num_heads, num_rows) * tiles
+        is_half = told.kept[0].dtype.itemsize == 2 or _is_parted(told.kept[0], xbc)
+        tiles, stream = -(-size // wide), _STREAMS[is_half and scan.state_size <= _MOST_STATES]
+        if xbc.dtype is torch.float32:
+            stream = stream._replace(warps=warps, stages=1, registers=None)
+        programs = programs_of(scan.num_heads, num_rows, stream.room) * tiles
         one = programs == scan.num_heads * tiles
-        stages, most = (_DECODE_STAGES, _DECODE_REGISTERS) if xbc.dtype is not torch.float32 else (1, None)
         mamba2_decode[programs, num_rows](
             xbc, xbc.stride(0), dt, dt.stride(0), scan.decay, scan.dt_bias, scan.dt_min, scan.dt_max, scan.skip, out,
             step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
-            **_mamba2_shape(own, scan, told, xbc, wide), STAGES=1 if one else stages,
-            ONE=one,
-            maxnreg=None if one else most, num_warps=warps, num_stages=1, **chained(xbc.device), **PLAIN,
+            **_mamba2_shape(own, scan, told, xbc, wide), STAGES=1 if one else stream.stages, ONE=one,
+            maxnreg=None if one else stream.registers, num_warps=warps if one else stream.warps, num_stages=1,
+            **chained(xbc.device), **PLAIN,
         )  # fmt: skip
         places = [each.data_ptr() for each in (told.tables[0], told.tables[2], *told.kept)]
         alike = told.forms, scan.num_heads, scan.num_groups, *places
@@ -150,6 +162,7 @@ class GpuStates:
                 self._advance_mamba2(own, scan, num_rows, [each])
             return
         wide, warps = _mamba2_tile(scan.head_size, _ADVANCING, scan.state_size, x)
+        is_small = x.dtype is not torch.float32 and scan.state_size <= _MOST_STATES
         tasks = len(firsts) * num_rows * scan.num_heads * -(-scan.head_size // wide)
         mamba2_advance[(min(tasks, _ADVANCE_PROGRAMS),)](
             step.rows,
@@ -163,8 +176,8 @@ class GpuStates:
             *firsts[0],
             **_mamba2_shape(own, scan, told, x, wide),
             ROWS_PADDED=padded_length(max(num_rows, _MOST_ROWS)),
-            STAGES=_ADVANCE_STAGES if x.dtype is not torch.float32 else 1,
-            maxnreg=_ADVANCE_REGISTERS,
+            STAGES=_ADVANCE_STAGES if is_small else 1,
+            maxnreg=_ADVANCE_REGISTERS if is_small else None,
             num_warps=warps,
             num_stages=1,
             **chained(x.device),

@@ -19,19 +19,18 @@ from octavo.ops.scan.gates_gpu import softplus
 from octavo.ops.scan.kept import PLACES, place
 from octavo.ops.scan.mamba2_states import head_block, rounded, upper_in
 
-# Heads of a step below which each has a program; programs that run at once (three of four warps a processor); what one
-# costs beside its heads, in heads.
-_FEW_HEADS, _ROOM, _TURN = 2048, 396, 1
+# Heads of a step below which each has a program; what a program costs beside its heads, in heads.
+_FEW_HEADS, _TURN = 2048, 1
 
 
 @functools.lru_cache(maxsize=4096)
-def programs_of(num_heads: int, num_rows: int) -> int:
-    """How many programs share the heads of a row that decodes: as many as are done first, in whole waves."""
+def programs_of(num_heads: int, num_rows: int, room: int) -> int:
+    """How many programs share the heads of a row that decodes, where `room` run at once: those that are done first."""
     if num_rows * num_heads < _FEW_HEADS:
         return num_heads
 
     def cost(programs: int) -> int:
-        waves = -(-num_rows * programs // _ROOM)
+        waves = -(-num_rows * programs // room)
         return waves * (-(-num_heads // programs) + _TURN)
 
     return min(range(num_heads, 0, -1), key=cost)
