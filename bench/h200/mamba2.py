@@ -1,7 +1,9 @@
-"""The shape `mamba2` on a GPU, new ways beside old: `python bench/h200/mamba2.py kernels|rows|engine|both [...]`.
+"""The shape `mamba2` on a GPU, new ways beside old: `bench/h200/mamba2.py kernels|halves|rows|engine|both [...]`.
 
 kernels: bits and microseconds of products between two mixers, in turns, and of decoding, by how many programs share a
-row's heads. rows: of one row's products, by tiles of `octavo.ops.gemm.gemv`, for the shapes mamba2, 8b and 0.6b.
+row's heads. halves: of states whole and in halves, in decoding with several constants, verification and prompts; of
+rows that decode beside a prompt, by the scan that it takes, and apart. rows: of one row's products, by tiles of
+`octavo.ops.gemm.gemv`, for the shapes mamba2, 8b and 0.6b.
 engine: tokens a second of single, decode64, prefill and decode512 on one engine; `engine bfloat16`: of decode512, with
 states in bfloat16; `profile`: then kernels of decoding and of prompts, by the profiler. both: on a second engine too,
 whose products have no norm, activation or sum with them, and whose Mamba-2 decodes eight heads a program. --dry: the
@@ -11,6 +13,7 @@ kernels' part with tiny shapes on a CPU, with TRITON_INTERPRET=1, whose times sa
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import statistics
 import sys
 import time
@@ -200,7 +203,7 @@ def decoding(num_rows: int, computed: int) -> str:
     from octavo.states import gpu
 
     heads, found, expected = states.sizes_of("mamba2")[0], list[str](), list[torch.Tensor]()
-    chosen = gpu.programs_of(heads, num_rows)
+    chosen = gpu.programs_of(heads, num_rows, gpu._STREAMS[True].room)
     run, rows = states.operator("mamba2", [1] * num_rows, computed)
     for name, store in zip(rows.own.input_names, rows.own.kept_inputs, strict=True):
         kept = store.data.normal_()
@@ -220,13 +223,72 @@ def decoding(num_rows: int, computed: int) -> str:
     return f"chosen {chosen}; us by programs: {', '.join(found)}"
 
 
+def behind_prompts(computed: int, counts: Sequence[int], restarted: int = 0) -> tuple[Callable[[], Any], Any]:
+    """(a step of Mamba-2 of rows that have computed so many tokens, or of prompts where it is 0; what they keep).
+
+    restarted: of the last rows, whose tokens are a prompt's, from its beginning on.
+    """
+    torch.manual_seed(1)
+    prompts, rows = states.operator("mamba2", [computed] * len(counts) if computed else counts, 0)
+    if not computed:
+        return prompts, rows
+    prompts()
+    before = [0 if place >= len(counts) - restarted else computed for place in range(len(counts))]
+    starts, lengths = torch.tensor([0, *counts]).cumsum(0), [sum(own) for own in zip(before, counts, strict=True)]
+    inputs = dataclasses.replace(
+        rows.own.inputs,
+        max_query_len=max(counts),
+        max_seq_len=max(lengths),
+        query_start=starts.int().to(DEVICE),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        positions=torch.cat([torch.arange(own, end) for own, end in zip(before, lengths, strict=True)]).to(DEVICE),
+    )
+    rows.step.prepare(inputs)
+    one = rows.case.draw(torch.Generator().manual_seed(0), 1)
+    given = [torch.randn(sum(counts), *each.shape[1:], device=DEVICE).to(each.dtype) for each in one]
+    return lambda: states.run_whole(rows, given), rows
+
+
+def of_states(counts: Sequence[int], computed: int) -> str:
+    """Bits and microseconds of Mamba-2 with states that are kept whole, and in halves.
+
+    Decoding by several streams: see `octavo.states.gpu`.
+    """
+    from octavo.states import gpu
+
+    found, expected = list[str](), list[torch.Tensor]()
+    others = [(2, 2, 255, 528), (4, 3, 168, 396), (4, 2, 128, 528)] if max(counts) == 1 and not DRY else []
+    for name, parts, ways in (("whole", False, []), ("halves", True, others)):
+        with mock.patch.object(gpu, "_is_parted", lambda *_, parts=parts: parts):
+            run, rows = behind_prompts(computed, counts)
+            for stream in (gpu._STREAMS[parts], *(gpu.Stream(*way) for way in ways)):
+                with mock.patch.dict(gpu._STREAMS, {parts: stream}):
+                    us, result = graph_us(run), run()
+                expected = expected or [result.clone()]
+                found.append(f"{name} {tuple(stream)} {us:.1f}" + is_same([result], expected))
+        del run, rows
+    return f"us: {', '.join(found)}"
+
+
+def beside_a_prompt(num_rows: int, count: int) -> str:
+    """Bits and microseconds of Mamba-2 where rows decode beside a prompt: all by its scan; rows of one token apart."""
+    run, rows = behind_prompts(count, [1] * num_rows + [count], 1)
+    whole, found, made = rows.own.inputs, list[str](), list[torch.Tensor]()
+    for name, bounds in (("by its scan", None), ("apart", (num_rows, 1)), ("of a graph", (num_rows + 1,) * 2)):
+        rows.step.prepare(dataclasses.replace(whole, bounds=bounds))
+        us, result = graph_us(run), run()
+        made = made or [result.clone()]
+        found.append(f"{name} {us:.1f}" + is_same([result], made))
+    return f"us: {', '.join(found)}"
+
+
 @contextlib.contextmanager
 def before() -> Iterator[None]:
     """Layers run as they did: a product by itself, no token left out of the last layer, eight heads a program."""
     from octavo.layers import fusions, mlp
     from octavo.states import gpu
 
-    def eight_heads(num_heads: int, num_rows: int) -> int:
+    def eight_heads(num_heads: int, num_rows: int, _: int) -> int:
         return num_heads // max(1, min(8, num_rows * num_heads // 1024))
 
     rows = tuple(row for row in fusions.FUSIONS if row.name not in ("normed_linear", "normed_mlp", "linear_add"))
@@ -240,12 +302,12 @@ def before() -> Iterator[None]:
 
 
 def profile_decode(run: gpu_engine.Run, llm: LLM, num_rows: int) -> None:
-    """Print the kernels of a decode step of requests of about 500 tokens."""
+    """Print the kernels of a decode step of requests of about 150 tokens."""
     from torch.profiler import ProfilerActivity, profile
 
     from octavo.bench import gpu_profile
 
-    with gpu_engine._decoding(llm, num_rows) as lengths:
+    with gpu_engine._decoding(llm, num_rows, 16) as lengths:
         began = time.perf_counter()
         with profile(activities=[ProfilerActivity.CPU if DRY else ProfilerActivity.CUDA]) as profiler:
             for _ in range(STEPS):
@@ -292,6 +354,18 @@ def main() -> None:
         attempt("bits over cuts", states.bits, "mamba2", F32 if DRY else BF16)
         for rows in (2,) if DRY else (1, 8, 16, 64, 256, 512):
             attempt(f"decoding, {rows} rows", decoding, rows, 70 if DRY else 160)
+    if "halves" in sys.argv:
+        attempt("bits over cuts", states.bits, "mamba2", F32 if DRY else BF16)
+        for rows in (2,) if DRY else (1, 16, 64, 256, 512):
+            attempt(f"decoding, {rows} rows", of_states, [1] * rows, 70 if DRY else 160)
+        for counts in ([5] * 2,) if DRY else ([1] * 64, [5] * 64):
+            attempt(f"{len(counts)} rows of {counts[0]} to a border", of_states, counts, 128 - counts[0])
+        attempt("rows of 5 within a chunk", of_states, [5] * (2 if DRY else 64), 100)
+        attempt("that border, by tiles", states.advances, [1] * (2 if DRY else 64))
+        for counts in ([70],) if DRY else ([512] * 16, [4000] * 2):
+            attempt(f"prompts of {counts[0]}", of_states, counts, 0)
+        rows, count = (2, 70) if DRY else (512, 480)
+        attempt(f"{rows} rows beside {count} tokens", beside_a_prompt, rows, count)
     for name in ONE_ROW if "rows" in sys.argv else ():
         attempt(f"one row, {name}", gemv_of, name)
     state_dtype = "bfloat16" if "bfloat16" in sys.argv else "float32"

@@ -1,7 +1,7 @@
 """Layers with states on a GPU, one part a call: `python bench/h200/states.py correct|times|decoding|prompts|engine`.
 
 correct: operators against float64, and bits over cuts, batches and rejected drafts. times: microseconds of operators in
-a graph beside what their bytes or operations take, and of other tiles. prompts [conv|mamba2]: the same of prompts by
+a graph beside what their bytes or operations take. prompts [conv|mamba2]: the same of prompts by
 Mamba-2 and its convolution, with the bits of other tiles; decoding: of steps; products: of one row's. engine:
 octavo-tiny-hybrid with graphs and without, and what requests compile. --dry: the same with tiny shapes on a CPU,
 interpreted, whose times say nothing. A table is last.
@@ -134,7 +134,14 @@ def operator(
         )
     )
     given = [torch.randn(sum(counts), *each.shape[1:], device=DEVICE).to(each.dtype) for each in one]
-    return lambda: case.run(rows.backend, rows.own, given), rows
+    return lambda: run_whole(rows, given), rows
+
+
+def run_whole(rows: Any, given: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What the operator gives, and what it leaves to a step's end."""
+    result: torch.Tensor = rows.case.run(rows.backend, rows.own, given)
+    rows.step.finish()
+    return result
 
 
 def timed(
@@ -236,59 +243,26 @@ def prompt_limit(name: str, num_rows: int, count: int, us: float) -> str:
     )
 
 
-def tiles(name: str, kind: str, counts: Sequence[int], computed: int) -> str:
-    """Microseconds of other tiles of `octavo.states.gpu`: (channels, warps)."""
-    from octavo.states import delta_gpu, gpu
+def advances(counts: Sequence[int]) -> str:
+    """Microseconds of Mamba-2 where all rows end a chunk: by (channels, warps) of a program that writes states.
 
-    own = delta_gpu._TILES if name == "delta" else gpu._MAMBA2_TILES
-    before, found = own[kind], []
-    for tile in ((64, 4), (64, 8), (32, 4), (32, 8)):
-        own[kind] = tile
-        with contextlib.suppress(Exception):  # it needs more shared memory than there is
-            found.append(f"{tile[0]}x{tile[1]} {timed(name, counts, computed)[0]:.0f}")
-    own[kind] = before
-    return f"chosen {before[0]}x{before[1]}; us: {', '.join(found)}"
-
-
-def candidates(counts: Sequence[int], computed: int) -> str:
-    """Microseconds of Mamba-2's decoding with other constants: (programs of a row, stages, warps, registers)."""
+    And programs, heads on their way or used, registers.
+    """
     from octavo.states import gpu
 
-    names = ("programs_of", "_DECODE_STAGES", "_DECODE_REGISTERS")
-    before, tile, found = [getattr(gpu, name) for name in names], gpu._MAMBA2_TILES["decode"], []
-    chosen = gpu.programs_of(sizes_of("mamba2")[0], len(counts))
-    for programs, stages, warps, most in (
-        (chosen, 2, 4, 168),
-        (16, 2, 4, 168),
-        (8, 2, 4, 168),
-        (chosen, 3, 8, None),
-        (chosen, 1, 4, 168),
-    ):
-        ways = (lambda *_, programs=programs: programs), stages, most
+    names, tile = ("_ADVANCE_PROGRAMS", "_ADVANCE_STAGES", "_ADVANCE_REGISTERS"), gpu._MAMBA2_TILES[gpu._ADVANCING]
+    before, found = [getattr(gpu, name) for name in names], list[str]()
+    for own, *ways in ((tile, *before), ((64, 4), 396, 1, 168), ((64, 8), 396, 1, 80), ((32, 4), 528, 1, 128)):
+        gpu._MAMBA2_TILES[gpu._ADVANCING] = own
         for name, value in zip(names, ways, strict=True):
             setattr(gpu, name, value)
-        gpu._MAMBA2_TILES["decode"] = tile[0], warps
-        with contextlib.suppress(Exception):  # it needs more shared memory than there is
-            us = timed("mamba2", counts, computed)[0]
-            found.append(f"{programs} programs {stages} stages {warps} warps {us:.0f}")
-    for name, value in zip(names, before, strict=True):
-        setattr(gpu, name, value)
-    gpu._MAMBA2_TILES["decode"] = tile
-    return f"us: {', '.join(found)}"
-
-
-def advances(counts: Sequence[int]) -> str:
-    """Microseconds of Mamba-2 where all rows end a chunk: by (channels, warps) and programs that write states."""
-    from octavo.states import gpu
-
-    before, found = (gpu._MAMBA2_TILES[gpu._ADVANCING], gpu._ADVANCE_PROGRAMS), []
-    for tile, programs in (((32, 8), 264), ((32, 8), 528), ((64, 8), 264), ((32, 4), 528), ((64, 4), 396)):
-        gpu._MAMBA2_TILES[gpu._ADVANCING], gpu._ADVANCE_PROGRAMS = tile, programs
         with contextlib.suppress(Exception):  # it needs more shared memory than there is
             us, parts = timed("mamba2", counts, 127)
             alone = sum(took for key, took in parts.items() if "advance" in key)
-            found.append(f"{tile[0]}x{tile[1]} {programs} programs {us:.0f} (it alone {alone:.0f})")
-    gpu._MAMBA2_TILES[gpu._ADVANCING], gpu._ADVANCE_PROGRAMS = before
+            found.append(f"{own[0]}x{own[1]} {ways[0]} programs {ways[1:]} {us:.0f} (it alone {alone:.0f})")
+    gpu._MAMBA2_TILES[gpu._ADVANCING] = tile
+    for name, value in zip(names, before, strict=True):
+        setattr(gpu, name, value)
     return f"us: {', '.join(found)}"
 
 
@@ -461,12 +435,6 @@ def main() -> None:
                 attempt(f"decode {name} {num_rows} rows at {computed}", decode, name, num_rows, computed)
             for num_rows, count in ((1, 70),) if DRY else ((1, 8192), (16, 512), (2, 4000)):
                 attempt(f"prefill {name} {num_rows} x {count}", prefill, name, num_rows, count)
-            if name == "mamba2":
-                for num_rows in (2,) if DRY else (64, 256):
-                    given = [1] * num_rows, 70 if DRY else 160
-                    attempt(f"candidates {name} decode {num_rows}", candidates, *given)
-                counts = [1] * (2 if DRY else 64)
-                attempt(f"tiles {name} decode 64", tiles, name, "decode", counts, 70 if DRY else 1056)
     if "decoding" in sys.argv:
         for name in ("conv", "mamba2"):
             attempt(f"bits {name} bfloat16", bits, name, F32 if DRY else BF16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import unittest.mock
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -60,6 +60,80 @@ def walked() -> None:
     with unittest.mock.patch.object(gpu, "_WALKED", (torch.float32,)):
         check_results("cpu", "mamba2", torch.float32, (64, 200), 400)
         check_results("cpu", "mamba2", torch.float32, (70, 140), 64)
+
+
+def beside_prompts() -> None:
+    """Rows of one token beside longer ones, of Mamba-2, have the bits that they have in steps of their own."""
+    decode = gpu.mamba2_decode
+    for dtype in (torch.bfloat16, torch.float32):
+        case = rig.CASES["mamba2"](dtype, 2, 16, 1, 16)
+        drawn = rig.draw_all(case, (67, 66, 131, 40))
+        steps = [{0: 63, 1: 64}, {0: 1, 3: 20}, {0: 1, 1: 1, 2: 70}, {0: 1, 1: 1, 3: 7, 2: 20}, {0: 1, 3: 13, 2: 41}]
+        found = []
+        for padded, apart in ((0, False), (2, False), (0, True)):
+            rows = rig.Rows(case, GpuStates(), drawn, block_size=64)
+            rows.padded = padded
+            for counts in steps:
+                for part in [{row: count} for row, count in counts.items()] if apart else [counts]:
+                    with unittest.mock.patch.object(gpu, "mamba2_decode", unittest.mock.MagicMock()) as launched:
+                        launched.__getitem__.side_effect = decode.__getitem__
+                        rows.compute(part)
+                    assert launched.__getitem__.called == (1 in part.values() or padded > 0), part
+            found.append(rows.results)
+        for results in found[1:]:
+            for one, other in zip(results, found[0], strict=True):
+                assert torch.equal(one, other), (dtype, (one != other).any(1).nonzero().flatten())
+
+
+def layers_advance_together() -> None:
+    """States of all of Mamba-2's layers, whose parts lie at equal distances or not, with the bits of one by itself."""
+    case, advance, launched = rig.CASES["mamba2"](torch.bfloat16, 2, 16, 1, 16), gpu.mamba2_advance, list[int]()
+
+    def counted(grid: tuple[int, ...]) -> Callable[..., object]:
+        return lambda *args, **options: (launched.append(args[4]), advance[grid](*args, **options))
+
+    spec, drawn = rig.state_spec(case.part), rig.draw_all(case, (67, 66))
+    for beside, expected in (((), [1] * 4), ((spec, spec), [3] * 4), ((spec, spec, spec), [3] * 4)):
+        rows = rig.Rows(case, GpuStates(), drawn, block_size=64, beside=beside)
+        if len(beside) == 3:  # of these the second is left out
+            rows.others.pop(1)
+            expected = [1] * 12
+        rows.compute({0: 63, 1: 64})
+        launched.clear()
+        with unittest.mock.patch.object(gpu, "mamba2_advance", unittest.mock.MagicMock()) as kernel:
+            kernel.__getitem__.side_effect = counted
+            for counts in ({0: 1}, {0: 1, 1: 1}, {0: 1, 1: 1}, {0: 1}):
+                rows.compute(counts)
+        assert launched == expected
+        alone = [case.oracle(each) for each in drawn]
+        for found, own in zip(rows.results, alone, strict=True):
+            assert (found.double() - own).abs().max() < 3e-2 * own.abs().max()
+
+
+def parted() -> None:
+    """States of Mamba-2 in two halves have the bits of whole ones, in heads of one line and of several, however cut.
+
+    What is no number stays none.
+    """
+    case = rig.CASES["mamba2"](torch.bfloat16, 2, 16, 1, 64)
+    drawn = rig.draw_all(case, (140, 66))
+    drawn[1][0][3, 0] = torch.nan
+    steps = [{0: 63, 1: 64}, {0: 1, 1: 1}, {0: 1}, {0: 1}, {0: 5, 1: 1}, {0: 64}, {0: 5}]
+    found = []
+    for block_size in (64, 16):
+        for is_parted in (gpu._is_parted, lambda *_: False):
+            with unittest.mock.patch.object(gpu, "_is_parted", is_parted):
+                rows = rig.Rows(case, GpuStates(), drawn, block_size=block_size)
+                for counts in steps:
+                    rows.compute(counts)
+            found.append((rows.own.states[0].lines, rows.results))
+    assert [lines for lines, _ in found] == [2, 2, 128, 128]
+    for _, results in found:
+        for one, other in zip(results, found[0][1], strict=True):
+            assert torch.equal(one.view(torch.int16), other.view(torch.int16)), (one != other).any(1).nonzero()
+    (first, second), expected = found[0][1], case.oracle(drawn[0])
+    assert (first.double() - expected).abs().max() < 3e-2 * expected.abs().max()
+    assert second[3:, 0].isnan().all() and not second[:, 1:].isnan().any()
 
 
 def streamed() -> None:
@@ -177,7 +251,7 @@ def prompts_in_cuda(groups: int, *kernels: ModuleType) -> None:
         assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max(), place
 
 
-def beside_prompts(*kernels: ModuleType) -> None:
+def delta_beside_prompts(*kernels: ModuleType) -> None:
     """The delta rule's rows of one token beside longer ones have the bits that they have in steps of their own."""
     case = rig.CASES["delta"](torch.float16, 1, 2, *((128, 128) if kernels else (16, 32)))
     drawn = rig.draw_all(case, (67, 66, 131, 40))
@@ -247,11 +321,18 @@ _OF_PROMPTS = ((2, delta_prompts), (1, delta_prepare, delta_prompts)) if COMPILE
 INTERPRETED = (
     {name: lambda name=name: interpreted(name) for name in MAKERS}
     | _DECODED
-    | {"a pack": packed_sequences, "mamba2 walks": walked, "delta streams": streamed}
+    | {
+        "a pack": packed_sequences,
+        "mamba2 walks": walked,
+        "mamba2's halves": parted,
+        "mamba2 beside prompts": beside_prompts,
+        "mamba2's layers together": layers_advance_together,
+        "delta streams": streamed,
+    }
     | {"mamba2 decodes several heads": several_heads_decode}
     | {f"{heads[1]} heads in one kernel": lambda own=(heads, *rest): one_kernel_decodes(*own) for heads, *rest in _ONE}
-    | {"delta beside prompts": beside_prompts}
-    | ({"kernels beside prompts": lambda: beside_prompts(delta_step, delta_prepare, delta_prompts)} if COMPILER else {})
+    | {"delta beside prompts": delta_beside_prompts}
+    | ({"kernels beside prompts": lambda: delta_beside_prompts(delta_step, delta_prepare, delta_prompts)} if COMPILER else {})
     | ({f"{len(each) - 1} kernels for prompts": lambda each=each: prompts_in_cuda(*each) for each in _OF_PROMPTS})
     | ({"kernels are compared": kernels_are_compared} if COMPILER else {})
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}

@@ -186,7 +186,9 @@ class Rows:
             own = [[ids.pop() for _ in range(width)] for _ in drawn]
             tables.append(torch.tensor(own, dtype=torch.int32, device=self.device))
         self.step = StateStep()
-        self.own = layer_states(specs, self.pool, tables, self.step, backend)[len(beside)]
+        layers = layer_states(specs, self.pool, tables, self.step, backend)
+        self.own = layers.pop(len(beside))
+        self.others = list(layers.values())  # of the same kind, which are given the same
         self.computed = [0] * len(drawn)
         self.padded = 0  # rows of padding behind those of a step, whose bounds are loose then, as a graph's are
         self.results = [torch.empty(0)] * len(drawn)
@@ -223,7 +225,10 @@ class Rows:
             )
         )
         tokens = tuple(torch.cat(each).to(self.device) for each in zip(*brought, strict=True))
+        ahead = [self.case.run(self.backend, other, tokens).cpu() for other in self.others]
         found = self.case.run(self.backend, self.own, tokens).cpu()
+        assert all(torch.equal(each, found) for each in ahead), "layers that are alike"
+        self.step.finish()
         for start, (row, count) in zip(starts, counts.items(), strict=False):
             self.results[row] = torch.cat((self.results[row], found[start : start + count]))
             self.computed[row] += count

@@ -23,7 +23,6 @@ import gpu_states_rig  # noqa: E402
 import state_rig as rig  # noqa: E402
 from interpreted import run_rig  # noqa: E402
 from octavo.ops.compile import launch, nvrtc  # noqa: E402
-from octavo.ops.scan import mamba2_decode_gpu  # noqa: E402
 from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step, loading  # noqa: E402
 from octavo.states import gpu  # noqa: E402
 from octavo.states.gpu import GpuStates  # noqa: E402
@@ -153,8 +152,8 @@ def _spilled_bytes(ptx: str, folder: Path) -> int:
 @pytest.mark.parametrize("num_rows", [1, 15, 16, 17, 64, 65, 100, 256, 300, 512])
 def test_programs_that_decode_mamba2_fill_the_processors(num_rows: int, num_tiles: int) -> None:
     """Each tile of a head's channels has such programs: as many heads of half as many tiles are shared alike."""
-    num_heads = 128 // num_tiles
-    programs, room = gpu.programs_of(num_heads, num_rows, num_tiles), mamba2_decode_gpu._ROOM
+    num_heads, room = 128 // num_tiles, gpu._STREAMS[True].room
+    programs = gpu.programs_of(num_heads, num_rows, room, num_tiles)
     if num_rows < 16:
         assert programs == num_heads, "each head has one"
         return

@@ -205,8 +205,8 @@ def _timed(run: Run, llm: LLM, name: str, copy: float, product: float) -> dict[s
 
 
 @contextlib.contextmanager
-def _decoding(llm: LLM, num_rows: int) -> Iterator[list[int]]:
-    """Requests of about 500 tokens that decode; gives their lengths."""
+def _decoding(llm: LLM, num_rows: int, length: int = 400) -> Iterator[list[int]]:
+    """Requests that decode, some 100 tokens behind prompts of about `length`; gives their lengths."""
     engine = llm.engine
     params = SamplingParams(
         max_tokens=400,
@@ -218,7 +218,7 @@ def _decoding(llm: LLM, num_rows: int) -> Iterator[list[int]]:
     )
     ids = [f"profile-{index}" for index in range(num_rows)]
     for index, request_id in enumerate(ids):
-        engine.add(request_id, [7 + index % 100] * (400 + index % 16), params)
+        engine.add(request_id, [7 + index % 100] * (length + index % 16), params)
     for _ in range(100 + num_rows // 16):
         engine.step()
     try:

@@ -123,7 +123,7 @@ def layers_of(facts: dict[str, Any]) -> list[LayerWork]:
         kinds = {
             "M": LayerWork(
                 weights=hidden * (3 * inner + shared + facts["mamba_num_heads"]),
-                state_bytes=4 * inner * facts["ssm_state_size"],
+                state_bytes=2 * inner * facts["ssm_state_size"],  # of float32 the halves that products take
                 kept_bytes=2 * inner + shared + 8 * facts["mamba_num_heads"],
                 scanned=3 * (inner + shared) + inner,
                 scan=4 * inner * facts["ssm_state_size"] + CHUNK * (inner + shared // 2),

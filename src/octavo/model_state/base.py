@@ -22,5 +22,8 @@ class ModelState(Protocol):
     def prepare(self, batch: Batch, *, for_capture: bool = False) -> ForwardContext:
         """Prepare attention for the batch and say what the layers need. `for_capture`: a graph captures the step."""
 
+    def finish(self) -> None:
+        """Behind a step's layers: issue what they have left."""
+
     def prepare_drafts(self, batch: Batch, *, for_capture: bool = False, attends: bool = True) -> ForwardContext:
         """The same behind a step, for a pass over a drafter's own layers. attends: False of one that stores alone."""

@@ -76,6 +76,11 @@ class DefaultModelState:
             self._step.prepare(_state_inputs(batch, for_capture=for_capture))
         return self._context(batch, for_capture=for_capture)
 
+    def finish(self) -> None:
+        """See ModelState."""
+        if self._keeps_states:
+            self._step.finish()
+
     def prepare_drafts(self, batch: Batch, *, for_capture: bool = False, attends: bool = True) -> ForwardContext:
         """See ModelState."""
         self._prepare_tables(batch, for_capture=for_capture, attends=attends)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -23,6 +23,8 @@ from octavo.ops.states import Store
 
 if TYPE_CHECKING:
     from octavo.ops.scan import ConvOperands, DeltaNetOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,14 +62,25 @@ class StateInputs:
 class StateStep:
     """The step that all layers with states share."""
 
-    __slots__ = ("_num_single", "inputs")
+    __slots__ = ("_left", "_num_single", "inputs")
 
     inputs: StateInputs
     _num_single: torch.Tensor | None
+    _left: dict[Hashable, tuple[Callable[[list[Any]], object], list[Any]]]
 
     def prepare(self, inputs: StateInputs) -> None:
         """Take in a step."""
-        self.inputs, self._num_single = inputs, None
+        self.inputs, self._num_single, self._left = inputs, None, {}
+
+    def leave(self, key: Hashable, run: Callable[[list[T]], object], told: T) -> None:
+        """Leave work to the step's end: one `run` for all layers of the same key, with what each of them told."""
+        self._left.setdefault(key, (run, []))[1].append(told)
+
+    def finish(self) -> None:
+        """Do what layers have left, behind all of them."""
+        left, self._left = self._left, {}
+        for run, told in left.values():
+            run(told)
 
     @property
     def num_single(self) -> torch.Tensor:

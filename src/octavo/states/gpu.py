@@ -6,7 +6,9 @@ device, so graphs may hold it.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,19 +34,30 @@ from octavo.states.base import LayerStates
 from octavo.states.launches import FEW, PLAIN, Told, gates, is_streamable, kind_of, precision
 from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
 
+
+class Stream(NamedTuple):
+    """How programs decode several heads each."""
+
+    warps: int
+    stages: int  # heads whose states are on their way or used
+    registers: int | None  # of a thread, at most
+    room: int  # programs that run at once
+
+
 # Of a program that convolves prompts: tokens, channels, registers of a thread; and channels where few rows decode.
 _CONV_TOKENS, _CONV_TILE, _CONV_REGISTERS, _DECODE_CHANNELS = 16, 128, None, 512
 # Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
 _ADVANCING, _WALKING = "advance", "walk"
-_MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING: (64, 4), _ADVANCING: (32, 8)}
+_MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING: (64, 4), _ADVANCING: (64, 8)}
 # Of Mamba-2's prompts: chunks that are on their way or used; types whose chunks are walked, for float32 would spill.
 _WALK_STAGES, _WALKED = 2, (torch.bfloat16, torch.float16)
 _WALK_REGISTERS: int | None = None
-# Of Mamba-2 where rows decode: heads whose states are on their way or used, registers of a thread (three programs of
-# four warps a processor).
-_DECODE_STAGES, _DECODE_REGISTERS = 2, 168
+# Of Mamba-2 where rows decode by programs of several heads, by whether a head's state is small and 16 bits are read of
+# its numbers: four programs fit a processor then, else three.
+_STREAMS = {True: Stream(2, 3, 255, 528), False: Stream(4, 2, 168, 396)}
 _MOST_STATES, _FEW_CHANNELS = 128, 32  # of float32: with more states, more channels do not fit a Hopper's shared memory
-_ADVANCE_PROGRAMS = 264  # that advance states of Mamba-2: two a processor
+# That advance states of Mamba-2: programs, two a processor; heads on their way or used; registers of a thread.
+_ADVANCE_PROGRAMS, _ADVANCE_STAGES, _ADVANCE_REGISTERS = 264, 3, 128
 _MOST_ROWS = 512  # for which one kernel is compiled
 
 
@@ -101,53 +114,132 @@ class GpuStates:
         widths = scan.head_size, scan.head_size, scan.state_size, 1, 1
         return self._tell(own, "mamba2", ("state",), MAMBA2_INPUTS, widths)
 
-    def _decodes_whole(self, own: LayerStates, scan: Mamba2Operands) -> bool:
-        """Whether every row has one token, a head's state lies in one line, and what a token brings."""
-        return own.inputs.max_query_len == 1 and is_streamable(self._tell_mamba2(own, scan), scan.state_size)
+    def _single_rows(self, own: LayerStates, scan: Mamba2Operands, num_tokens: int) -> int:
+        """How many rows of one token, at most, kernels of their own serve: the first of the step, or all.
 
-    def _decode_mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor) -> Tensor:
-        """Where every row has one token."""
+        A head's state lies in one line then, and what a token brings.
+        """
+        step, told = own.inputs, self._tell_mamba2(own, scan)
+        if not is_streamable(told, scan.state_size):
+            return 0
+        if step.max_query_len == 1:
+            return len(step.rows)
+        pays = step.max_query_len > FEW or num_tokens < 2 * len(step.rows)  # beside a prompt, not where most verify
+        return step.bounds[0] if step.bounds is not None and pays else 0
+
+    def _decode_mamba2(
+        self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor, num_rows: int, out: Tensor
+    ) -> None:
+        """Of the first `num_rows` rows, those of one token."""
         told, step, size = self._tell_mamba2(own, scan), own.inputs, scan.head_size
-        out, num_rows = xbc.new_empty(len(xbc), scan.num_heads * size), len(step.rows)
         wide, warps = _mamba2_tile(size, "decode", scan.state_size, xbc)
-        tiles = -(-size // wide)
-        programs = programs_of(scan.num_heads, num_rows, tiles) * tiles
+        is_half = told.kept[0].dtype.itemsize == 2 or _is_parted(told.kept[0], xbc)
+        tiles, stream = -(-size // wide), _STREAMS[is_half and scan.state_size <= _MOST_STATES]
+        if xbc.dtype is torch.float32:
+            stream = stream._replace(warps=warps, stages=1, registers=None)
+        programs = programs_of(scan.num_heads, num_rows, stream.room, tiles) * tiles
         one = programs == scan.num_heads * tiles
-        stages, most = (_DECODE_STAGES, _DECODE_REGISTERS) if xbc.dtype is not torch.float32 else (1, None)
         mamba2_decode[programs, num_rows](
             xbc, xbc.stride(0), dt, dt.stride(0), scan.decay, scan.dt_bias, scan.dt_min, scan.dt_max, scan.skip, out,
             step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
-            **_mamba2_shape(own, scan, told, xbc, wide), STAGES=1 if one else stages, ONE=one,
-            maxnreg=None if one else most, num_warps=warps, num_stages=1, **chained(xbc.device), **PLAIN,
+            **_mamba2_shape(own, scan, told, xbc, wide), STAGES=1 if one else stream.stages, ONE=one,
+            maxnreg=None if one else stream.registers, num_warps=warps if one else stream.warps, num_stages=1,
+            **chained(xbc.device), **PLAIN,
         )  # fmt: skip
-        self._advance_mamba2(own, told, scan, xbc)
-        return out
+        places = [each.data_ptr() for each in (told.tables[0], told.tables[2], *told.kept)]
+        alike = told.forms, scan.num_heads, scan.num_groups, *places
+        own.step.leave(alike, functools.partial(self._advance_mamba2, own, scan, num_rows), told.firsts)
+
+    def _advance_mamba2(
+        self, own: LayerStates, scan: Mamba2Operands, num_rows: int, firsts: Sequence[tuple[int, int]]
+    ) -> None:
+        """Of the first `num_rows` rows, where the one token ends a chunk: write states. firsts: parts of each layer."""
+        told, step = self._tell_mamba2(own, scan), own.inputs
+        x = told.kept[1]
+        next = tuple(b - a for a, b in zip(*firsts[:2], strict=True)) if len(firsts) > 1 else (0, 0)
+        if firsts != [tuple(a + n * b for a, b in zip(firsts[0], next, strict=True)) for n in range(len(firsts))]:
+            for each in firsts:  # no two of them are alike
+                self._advance_mamba2(own, scan, num_rows, [each])
+            return
+        wide, warps = _mamba2_tile(scan.head_size, _ADVANCING, scan.state_size, x)
+        is_small = x.dtype is not torch.float32 and scan.state_size <= _MOST_STATES
+        tasks = len(firsts) * num_rows * scan.num_heads * -(-scan.head_size // wide)
+        mamba2_advance[(min(tasks, _ADVANCE_PROGRAMS),)](
+            step.rows,
+            step.query_start,
+            step.seq_lens,
+            num_rows,
+            len(firsts),
+            *next,
+            *told.tables,
+            *told.kept,
+            *firsts[0],
+            **_mamba2_shape(own, scan, told, x, wide),
+            ROWS_PADDED=padded_length(max(num_rows, _MOST_ROWS)),
+            STAGES=_ADVANCE_STAGES if is_small else 1,
+            maxnreg=_ADVANCE_REGISTERS if is_small else None,
+            num_warps=warps,
+            num_stages=1,
+            **chained(x.device),
+            **PLAIN,
+        )
 
     def mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor) -> Tensor:
         """See StateBackend."""
-        if self._decodes_whole(own, scan):
-            return self._decode_mamba2(own, scan, xbc, dt)
-        size, states = scan.head_size, scan.state_size
-        told = self._tell_mamba2(own, scan)
-        step, out = own.inputs, xbc.new_empty(len(xbc), scan.num_heads * size)
-        limits = scan.dt_min, scan.dt_max
+        size, step = scan.head_size, own.inputs
+        out, single = xbc.new_empty(len(xbc), scan.num_heads * size), self._single_rows(own, scan, len(xbc))
+        ahead, others = step.query_start, len(step.rows)  # its first number is 0
+        if single and step.max_query_len > 1:
+            assert step.bounds is not None, "rows of one token come first"
+            ahead, others = own.step.num_single, step.bounds[1]
+        if single:
+            self._decode_mamba2(own, scan, xbc, dt, single, out)
+        if step.max_query_len > 1 or not single:
+            self._scan_mamba2(own, scan, xbc, dt, ahead, others, out)
+        return out
+
+    def _scan_mamba2(
+        self,
+        own: LayerStates,
+        scan: Mamba2Operands,
+        xbc: Tensor,
+        dt: Tensor,
+        ahead: Tensor,
+        num_rows: int,
+        out: Tensor,
+    ) -> None:
+        """Of `num_rows` rows at most, which stand behind `ahead`, a number on the device."""
+        told, step, states = self._tell_mamba2(own, scan), own.inputs, scan.state_size
+        limits, heads, size = (scan.dt_min, scan.dt_max), scan.num_heads, scan.head_size
         wide, warps = _mamba2_tile(size, kind_of(step.max_query_len), states, xbc)
-        places = scan.skip, out, step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts
-        shape = _mamba2_shape(own, scan, told, xbc, wide)
-        tiles, num_rows = -(-size // wide), len(step.rows)
-        is_whole = is_streamable(told, states)  # a head's state in one line, and what a token brings
         total, steps = gates(own, told, dt, dt, scan.decay, scan.dt_bias, limits, slots=(3, 4))
-        given = xbc, xbc.stride(0), total, steps, *places
-        walks = step.max_query_len > FEW and is_whole and xbc.dtype in _WALKED
+        given = (
+            xbc,
+            xbc.stride(0),
+            total,
+            steps,
+            scan.skip,
+            out,
+            step.rows,
+            step.query_start,
+            step.seq_lens,
+            ahead,
+            len(step.rows),
+            *told.tables,
+            *told.kept,
+            *told.firsts,
+        )
+        shape = _mamba2_shape(own, scan, told, xbc, wide)
+        walks = step.max_query_len > FEW and is_streamable(told, states) and xbc.dtype in _WALKED
         behind: dict[str, Any] = {"PDL": False}
         if walks:  # rows that begin at a border
-            wide, own_warps = _mamba2_tile(size, _WALKING, states, xbc)
-            options = shape | {"WIDE": wide, "STAGES": _WALK_STAGES, "num_warps": own_warps}
+            own_wide, own_warps = _mamba2_tile(size, _WALKING, states, xbc)
+            options = shape | {"WIDE": own_wide, "STAGES": _WALK_STAGES, "num_warps": own_warps}
             behind = chained(xbc.device)
-            mamba2_walk[scan.num_heads * -(-size // wide), num_rows](
+            mamba2_walk[heads * -(-size // own_wide), num_rows](
                 *given, **options, PDL=bool(behind["PDL"]), maxnreg=_WALK_REGISTERS, num_stages=1, **PLAIN
             )
-        mamba2_scan[scan.num_heads * tiles, num_rows](
+        mamba2_scan[heads * -(-size // wide), num_rows](
             *given,
             **shape,
             WALKED=walks,
@@ -156,29 +248,6 @@ class GpuStates:
             num_stages=1,
             **PLAIN,
             **behind,
-        )
-        return out
-
-    def _advance_mamba2(self, own: LayerStates, told: Told, scan: Mamba2Operands, xbc: Tensor) -> None:
-        """Write the states of rows whose one token ends a chunk."""
-        step = own.inputs
-        wide, warps = _mamba2_tile(scan.head_size, _ADVANCING, scan.state_size, xbc)
-        num_rows = len(step.rows)
-        tasks = num_rows * scan.num_heads * -(-scan.head_size // wide)
-        mamba2_advance[(min(tasks, _ADVANCE_PROGRAMS),)](
-            step.rows,
-            step.query_start,
-            step.seq_lens,
-            num_rows,
-            *told.tables,
-            *told.kept,
-            *told.firsts,
-            **_mamba2_shape(own, scan, told, xbc, wide),
-            ROWS_PADDED=padded_length(max(num_rows, _MOST_ROWS)),
-            num_warps=warps,
-            num_stages=1,
-            **chained(xbc.device),
-            **PLAIN,
         )
 
     def mamba1(self, own: LayerStates, scan: Mamba1Operands, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -237,13 +306,19 @@ def _mamba2_shape(own: LayerStates, scan: Mamba2Operands, told: Told, x: Tensor,
         "CHUNK": own.chunk,
         "BLOCK": own.block_size,
         "PRECISION": precision(x),
+        "PARTED": _is_parted(told.kept[0], x),
         **dict(zip(names, told.forms, strict=True)),
     }
+
+
+def _is_parted(states: Tensor, x: Tensor) -> bool:
+    """Whether what products take of states lies apart: see `octavo.ops.scan.mamba2_states`."""
+    return x.dtype is torch.bfloat16 and states.dtype is torch.float32
 
 
 def _mamba2_tile(size: int, kind: str, states: int, x: Tensor) -> tuple[int, int]:
     """Channels of a head that a program takes, and its warps."""
     wide, warps = _MAMBA2_TILES[kind]
-    if x.dtype is torch.float32 and (states > _MOST_STATES or kind == "decode"):
+    if x.dtype is torch.float32 and (states > _MOST_STATES or kind in ("decode", _ADVANCING)):
         wide, warps = _FEW_CHANNELS, 8
     return min(wide, padded_length(size)), warps

@@ -399,6 +399,7 @@ class Runner:
         context.warmup_only, context.taps, context.gates = warmup_only, self._drafter.taps, gates
         with forward_context(context):
             hidden = self.model.forward(batch.input_ids, batch.positions)
+        self._model_state.finish()
         if self._taps_last:
             self._drafter.taps.keep(self.model.arch.num_layers, hidden)
         return hidden

@@ -34,11 +34,24 @@ def place(table, first_part, entry, offset, run, inside, FORM: tl.constexpr, WID
     table: of the item's row. inside: whether it is asked for. FORM: strides of blocks, parts and lines; lines of a
     part, lines of an item, runs of a line; parts of a block, blocks of an entry.
     """
+    block = block_of(table, first_part, entry, offset, run, inside, FORM)
+    return begin_in(block, first_part, offset, run, FORM, WIDTH), inside & (block > 0)
+
+
+@triton.jit
+def block_of(table, first_part, entry, offset, run, inside, FORM: tl.constexpr):
+    """The block of `place`: 0 where it is not kept, or not asked for."""
+    part = first_part + (offset * FORM[4] + run // FORM[5]) // FORM[3]
+    return tl.load(table + entry * FORM[7] + part // FORM[6], mask=inside, other=0)
+
+
+@triton.jit
+def begin_in(block, first_part, offset, run, FORM: tl.constexpr, WIDTH: tl.constexpr):
+    """Where `place` begins, in elements, in the block that it is in."""
     line = offset * FORM[4] + run // FORM[5]
     part = first_part + line // FORM[3]
-    block = tl.load(table + entry * FORM[7] + part // FORM[6], mask=inside, other=0)
     inner = part % FORM[6] * FORM[1] + line % FORM[3] * FORM[2] + run % FORM[5] * WIDTH
-    return block.to(tl.int64) * FORM[0] + inner, inside & (block > 0)
+    return block.to(tl.int64) * FORM[0] + inner
 
 
 @triton.jit

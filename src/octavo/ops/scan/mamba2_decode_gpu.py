@@ -17,15 +17,15 @@ import triton.language as tl
 from octavo.ops.compile.launch import begin_after, launched
 from octavo.ops.scan.gates_gpu import softplus
 from octavo.ops.scan.kept import PLACES, place
+from octavo.ops.scan.mamba2_states import head_block, rounded, upper_in
 
-# Heads of a step below which each has a program; programs that run at once (three of four warps a processor); what one
-# costs beside its heads, in heads.
-_FEW_HEADS, _ROOM, _TURN = 2048, 396, 1
+# Heads of a step below which each has a program; what a program costs beside its heads, in heads.
+_FEW_HEADS, _TURN = 2048, 1
 
 
 @functools.lru_cache(maxsize=4096)
-def programs_of(num_heads: int, num_rows: int, num_tiles: int = 1) -> int:
-    """How many programs share the heads of a row that decodes: as many as are done first, in whole waves.
+def programs_of(num_heads: int, num_rows: int, room: int, num_tiles: int = 1) -> int:
+    """How many programs share the heads of a row that decodes, where `room` run at once: those that are done first.
 
     num_tiles: of a head's channels, each of which has such programs of its own.
     """
@@ -33,7 +33,7 @@ def programs_of(num_heads: int, num_rows: int, num_tiles: int = 1) -> int:
         return num_heads
 
     def cost(programs: int) -> int:
-        waves = -(-num_rows * programs * num_tiles // _ROOM)
+        waves = -(-num_rows * programs * num_tiles // room)
         return waves * (-(-num_heads // programs) + _TURN)
 
     return min(range(num_heads, 0, -1), key=cost)
@@ -49,11 +49,11 @@ def _begins(of_row, position, kept, FORM: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _gates(dt, bias, decay, before, head, is_later, dt_min, dt_max):
-    """(the sum of one head's gates up to the row's token, its dt): see `scan_gates`. before: if it `is_later`."""
-    step = softplus(tl.load(dt + head).to(tl.float32) + tl.load(bias + head))
-    step = tl.minimum(tl.maximum(step, dt_min), dt_max)
-    return tl.load(before + head, mask=is_later, other=0.0) + step * tl.load(decay + head), step
+def _asked(sources, head, is_later):
+    """Of a head: its step of time as it is given, bias, rate, sum of gates before if the token `is_later`, skip."""
+    dt, bias, decay, before, skip = sources
+    old = tl.load(before + head, mask=is_later, other=0.0)
+    return tl.load(dt + head), tl.load(bias + head), tl.load(decay + head), old, tl.load(skip + head)
 
 
 @triton.jit
@@ -64,30 +64,12 @@ def _lines(begins, run, inside, asked, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _state(
-    of_states,
-    head,
-    width,
-    channel,
-    within,
-    inside,
-    STATES: tl.constexpr,
-    SIZE: tl.constexpr,
-    FORM: tl.constexpr,
-):
-    """[states, channels] float32 of a head at the border; zeros at 0."""
-    states, state_first, kept, entry, is_open = of_states
-    where, is_there = place(states, state_first, entry, 0, head * STATES, is_open, FORM, SIZE)
-    inner = width[:, None] * SIZE + channel[None, :]
-    return tl.load(kept + where + inner, mask=within[:, None] & inside[None, :] & is_there, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _decode_heads(
     group, first, behind, tile, step, inputs, given, HEADS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr, STATES: tl.constexpr, STATES_PADDED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     STATE_FORM: tl.constexpr, X_FORM: tl.constexpr, B_FORM: tl.constexpr, TOTAL_FORM: tl.constexpr,
-    DT_FORM: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr, PDL: tl.constexpr,
+    DT_FORM: tl.constexpr, PRECISION: tl.constexpr, PARTED: tl.constexpr, STAGES: tl.constexpr, ONE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Of the program's heads, `first` up to `behind`, those of a group.
 
@@ -102,16 +84,17 @@ def _decode_heads(
     of_row = (table, input_first, last, BLOCK)
     border = last // CHUNK * CHUNK
     own_entry, own_offset = last // BLOCK, last % BLOCK
-    states, entry = state_table + table_row * state_columns, tl.maximum(border // CHUNK - 1, 0)
-    of_states = (states, state_first, state_kept, entry, border > 0)
+    states = state_table + table_row * state_columns
     channel, width, here = tile * WIDE + tl.arange(0, WIDE), tl.arange(0, STATES_PADDED), tl.arange(0, 16)
     inside, within, at = channel < SIZE, width < STATES, border + tl.arange(0, CHUNK)
+    in_state = within[:, None] & inside[None, :]
     is_seen, is_old = at <= last, at < last
     b_at = _begins(of_row, at, b_kept, B_FORM, STATES)
     x_at = _begins(of_row, at, x_kept, X_FORM, SIZE)
     total_at = _begins(of_row, at, total_kept, TOTAL_FORM, 1)
     dt_at = _begins(of_row, at, dt_kept, DT_FORM, 1)
     before_at = _begins(of_row, last - 1, total_kept, TOTAL_FORM, 1)
+    goal_at, has_goal = place(table, input_first, own_entry, own_offset, 0, True, X_FORM, SIZE)
     sum_at, is_stored = place(table, input_first, own_entry, own_offset, 0, True, TOTAL_FORM, 1)
     step_at, _ = place(table, input_first, own_entry, own_offset, 0, True, DT_FORM, 1)
     fresh, own_dt = xbc + token * xbc_row, dt + token * dt_row
@@ -119,7 +102,9 @@ def _decode_heads(
     b_channel, c_channel = HEADS * SIZE + group * STATES + width, HEADS * SIZE + (GROUPS + group) * STATES + width
     holds_b = (group * PER >= first) & (tile == 0)  # the first of those that share B
     if ONE:  # all that earlier steps kept of the one head is on its way, or there, when the kernel before ends
-        early_state = _state(of_states, first, width, channel, within, inside, STATES, SIZE, STATE_FORM)
+        told = (state_kept, states, state_first, first)
+        block = head_block(told, border, STATE_FORM, STATES, CHUNK)
+        early_state = upper_in(told, block, width, channel, in_state, STATE_FORM, SIZE, STATES, PARTED)
         early_x = _lines(x_at + tile * WIDE, first, inside, is_old, SIZE)
         early_b = _lines(b_at, group, within, is_old, STATES)
         early_sums = tl.load(total_at + first, mask=is_old, other=0.0)
@@ -137,30 +122,41 @@ def _decode_heads(
     x_begins = tl.where(is_old, x_at, fresh)[:, None] + channel[None, :]
     c = tl.load(fresh + c_channel[None, :] + 0 * here[:, None], mask=within[None, :], other=0.0)  # 16 equal rows
     alike = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+    sources, is_later = (own_dt, dt_bias, decay, before_at, skip), last > border
+    asked, fresh_x = _asked(sources, begin, is_later), tl.load(fresh + begin * SIZE + channel, mask=inside, other=0.0)
+    if not ONE:
+        block = head_block((state_kept, states, state_first, begin), border, STATE_FORM, STATES, CHUNK)
     for head in tl.range(begin, end, num_stages=STAGES):
-        own_x = tl.load(fresh + head * SIZE + channel, mask=inside, other=0.0)
+        given_dt, bias, rate, before, own_skip = asked
+        own_x = fresh_x
         if ONE:
             state, sums, steps = early_state, early_sums, early_steps
             x = tl.where((at == last)[:, None], own_x[None, :], early_x)
         else:
-            state = _state(of_states, head, width, channel, within, inside, STATES, SIZE, STATE_FORM)
+            told = (state_kept, states, state_first, head)
+            state = upper_in(told, block, width, channel, in_state, STATE_FORM, SIZE, STATES, PARTED)
             x = tl.load(x_begins + head * SIZE, mask=is_seen[:, None] & inside[None, :], other=0.0)
             sums = tl.load(total_at + head, mask=is_old, other=0.0)
             steps = tl.load(dt_at + head, mask=is_old, other=0.0)
-        own_sum, own_step = _gates(own_dt, dt_bias, decay, before_at, head, last > border, dt_min, dt_max)
+            next = tl.minimum(head + 1, end - 1)  # what little the next head needs is on its way meanwhile
+            block = head_block((state_kept, states, state_first, next), border, STATE_FORM, STATES, CHUNK)
+            asked, fresh_x = (
+                _asked(sources, next, is_later),
+                tl.load(fresh + next * SIZE + channel, mask=inside, other=0.0),
+            )
+        own_step = tl.minimum(tl.maximum(softplus(given_dt.to(tl.float32) + bias), dt_min), dt_max)
+        own_sum = before + own_step * rate  # see `scan_gates`
         sums, steps = tl.where(at == last, own_sum, sums), tl.where(at == last, own_step, steps)
         tl.store(total_kept + sum_at + head, own_sum, mask=is_stored & (tile == 0))
         tl.store(dt_kept + step_at + head, own_step, mask=is_stored & (tile == 0))
-        own_skip = tl.load(skip + head)
         left = tl.exp(tl.where(is_seen, own_sum - sums, 0.0))
         weight = tl.where(is_seen[None, :], left[None, :] * alike * steps[None, :], 0.0).to(x.dtype)
-        result = tl.exp(own_sum) * tl.dot(c, state.to(c.dtype), input_precision=PRECISION)
+        result = tl.exp(own_sum) * tl.dot(c, rounded(state, c.dtype), input_precision=PRECISION)
         result += tl.dot(weight, x, input_precision=PRECISION)
         result += own_skip * own_x.to(tl.float32)[None, :]
         target = out + (token * HEADS + head) * SIZE + channel[None, :] + 0 * here[:, None]
         tl.store(target, result.to(out.dtype.element_ty), mask=(here == 0)[:, None] & inside[None, :])
-        where, is_there = place(table, input_first, own_entry, own_offset, head, True, X_FORM, SIZE)
-        tl.store(x_kept + where + channel, own_x, mask=inside & is_there)
+        tl.store(x_kept + goal_at + head * SIZE + channel, own_x, mask=inside & has_goal)
 
 
 @launched(triton.jit(do_not_specialize=PLACES))
@@ -203,15 +199,16 @@ def mamba2_decode(
     TOTAL_FORM: tl.constexpr,
     DT_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTED: tl.constexpr,
     STAGES: tl.constexpr,
     ONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row, WIDE channels, and as many heads as share the launch's programs evenly: ONE, or a run of them."""
+    """One row of one token, WIDE channels, and as many heads as share the launch's programs evenly: ONE, or a run."""
     row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
     part, parts = tl.program_id(0) // tiles, tl.num_programs(0) // tiles
     first, behind, tile = HEADS * part // parts, HEADS * (part + 1) // parts, tl.program_id(0) % tiles
-    if tl.load(query_start + row + 1) == tl.load(query_start + row):  # a row of padding
+    if tl.load(query_start + row + 1) - tl.load(query_start + row) != 1:  # another kernel's, or padding
         begin_after(PDL)
         return
     tl.static_assert(STATE_FORM[5] % STATES == 0, "a head's state lies in one line")
@@ -221,11 +218,12 @@ def mamba2_decode(
     if ONE:
         _decode_heads(
             first // (HEADS // GROUPS), first, behind, tile, step, inputs, given, HEADS, GROUPS, SIZE, WIDE, STATES,
-            STATES_PADDED, CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, STAGES, ONE, PDL,
+            STATES_PADDED, CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, PARTED, STAGES,
+            ONE, PDL,
         )  # fmt: skip
     else:
         for group in range(first // (HEADS // GROUPS), (behind - 1) // (HEADS // GROUPS) + 1):
             _decode_heads(
                 group, first, behind, tile, step, inputs, given, HEADS, GROUPS, SIZE, WIDE, STATES, STATES_PADDED,
-                CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, STAGES, ONE, PDL,
+                CHUNK, BLOCK, STATE_FORM, X_FORM, B_FORM, TOTAL_FORM, DT_FORM, PRECISION, PARTED, STAGES, ONE, PDL,
             )  # fmt: skip

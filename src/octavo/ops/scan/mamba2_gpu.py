@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 
 from octavo.ops.compile.launch import begin_after, launched, wait_before
-from octavo.ops.scan.kept import PLACES, keep, numbers, read_state, tokens, write_state
+from octavo.ops.scan.kept import PLACES, keep, numbers, tokens
+from octavo.ops.scan.mamba2_states import read, write
 
 
 @triton.jit
@@ -31,7 +32,7 @@ def attend(
     steps,
     b,
     x,
-    rounded,
+    state,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -51,7 +52,7 @@ def attend(
     left = tl.exp(tl.where(is_seen, own_sum[:, None] - sums[None, :], 0.0))
     weight = left * tl.dot(c, tl.trans(b), input_precision=PRECISION) * steps[None, :]
     weight = tl.where(is_seen, weight, 0.0).to(x.dtype)
-    result = tl.exp(own_sum)[:, None] * tl.dot(c, rounded, input_precision=PRECISION)
+    result = tl.exp(own_sum)[:, None] * tl.dot(c, state, input_precision=PRECISION)
     result += tl.dot(weight, x, input_precision=PRECISION)
     own_x = tl.load(xbc + (fresh * xbc_row + first_x)[:, None] + channel[None, :], mask=mask, other=0.0)
     result += tl.load(skip + head) * own_x.to(tl.float32)
@@ -68,7 +69,7 @@ def advanced(state, b, x, sums, steps, PRECISION: tl.constexpr):
     return tl.exp(last) * state + tl.dot(tl.trans(weighted), x, input_precision=PRECISION)
 
 
-@launched(triton.jit(do_not_specialize=PLACES))
+@launched(triton.jit(do_not_specialize=["num_rows", *PLACES]))
 def mamba2_scan(
     xbc,  # [T, channels of x, B and C]
     xbc_row,
@@ -79,6 +80,8 @@ def mamba2_scan(
     rows,
     query_start,
     seq_lens,
+    num_ahead,
+    num_rows,
     state_table,
     state_columns,
     input_table,
@@ -105,21 +108,23 @@ def mamba2_scan(
     TOTAL_FORM: tl.constexpr,
     DT_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTED: tl.constexpr,
     WALKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of the step, one head and WIDE of its channels; TILE tokens at a time.
+    """One row of the step behind the first `num_ahead`, one head and WIDE of its channels; TILE tokens at a time.
 
     WALKED: rows that begin at a border are another kernel's, which is ahead and may still run.
     """
-    row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
+    row, tiles = tl.program_id(1) + tl.load(num_ahead), tl.cdiv(SIZE, WIDE)
     head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    is_other, row = row >= num_rows, tl.minimum(row, num_rows - 1)
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
     computed = end - (tl.load(query_start + row + 1) - token)
-    is_other = (computed >= end) | (computed < 0)  # nothing, or a row of padding
+    is_other |= (computed >= end) | (computed < 0)  # nothing, or a row of padding
     if WALKED:
         is_other |= computed % CHUNK == 0
-    if (is_other == 0) | (tl.program_id(0) + row == 0):
+    if (is_other == 0) | (tl.program_id(0) + tl.program_id(1) == 0):
         wait_before(PDL)
     if is_other:
         return
@@ -134,10 +139,10 @@ def mamba2_scan(
     bs, xs = (xbc, xbc_row, first_b, b_kept), (xbc, xbc_row, head * SIZE, x_kept)
     totals, dts = (total, HEADS, head, total_kept), (dt, HEADS, head, dt_kept)
     kind = xbc.dtype.element_ty
-    runs = head * STATES + width
     border = computed // CHUNK * CHUNK
-    kept_states = (state_kept, states, state_first, runs, channel, within, inside)
-    state = read_state(kept_states, border, STATE_FORM, SIZE, CHUNK)
+    told, in_state = (state_kept, states, state_first, head), within[:, None] & inside[None, :]
+    advances = border + CHUNK <= end  # else nobody reads more of the state than products take
+    state, upper = read(told, border, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind, advances)
     for begin in tl.range(border, end, CHUNK, disable_licm=True):  # what moved out of the loop would spill
         at = begin + place
         b = tokens(bs, of_row, begin, place, group, width, within, B_FORM, STATES)
@@ -149,25 +154,29 @@ def mamba2_scan(
             keep(xs, of_row, at, head, channel, x, is_new & inside[None, :], X_FORM, SIZE)
             is_first = (head % (HEADS // GROUPS) == 0) & (tile == 0)  # of those that share B
             keep(bs, of_row, at, group, width, b, is_new & within[None, :] & is_first, B_FORM, STATES)
-        rounded = state.to(kind)
         fixed = (total, skip, out, token, computed, end, head, channel, inside, width, within)
         asked = (xbc, xbc_row, first_b + GROUPS * STATES, head * SIZE)
         if TILE == CHUNK:
-            attend(fixed, asked, at, at, sums, steps, b, x, rounded, HEADS, SIZE, CHUNK, PRECISION)
+            attend(fixed, asked, at, at, sums, steps, b, x, upper, HEADS, SIZE, CHUNK, PRECISION)
         else:
             for first in range(tl.maximum(begin, computed), tl.minimum(begin + CHUNK, end), TILE):
-                attend(fixed, asked, first + here, at, sums, steps, b, x, rounded, HEADS, SIZE, CHUNK, PRECISION)
+                attend(fixed, asked, first + here, at, sums, steps, b, x, upper, HEADS, SIZE, CHUNK, PRECISION)
         if begin + CHUNK <= end:
             state = advanced(state, b, x, sums, steps, PRECISION)
-            state = write_state(kept_states, begin + CHUNK, state, STATE_FORM, SIZE, CHUNK)
+            state, upper = write(
+                told, begin + CHUNK, state, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind
+            )
 
 
-@launched(triton.jit(do_not_specialize=["num_rows", *PLACES]))
+@launched(triton.jit(do_not_specialize=["num_rows", "num_layers", "state_next", "input_next", *PLACES]))
 def mamba2_advance(
     rows,
     query_start,
     seq_lens,
     num_rows,
+    num_layers,
+    state_next,  # parts from a layer's to the next one's
+    input_next,
     state_table,
     state_columns,
     input_table,
@@ -194,35 +203,45 @@ def mamba2_advance(
     TOTAL_FORM: tl.constexpr,
     DT_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTED: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Of rows that decoded one token each: where that ends a chunk, the state behind it.
+    """Of rows of one token, behind all layers: where that ends a chunk, the states behind it.
 
-    The heads of all such rows, in tiles, are dealt to the programs in turn: mostly there are none.
+    The heads of all such rows, in tiles, are dealt to the programs in turn: mostly there are none. The next one's state
+    and tokens are on their way while one is computed: no task reads what another writes.
     """
     each, tiles = tl.arange(0, ROWS_PADDED), tl.cdiv(SIZE, WIDE)
     is_row = each < num_rows
     ends = tl.load(seq_lens + each, mask=is_row, other=1)
     begun = tl.load(query_start + each, mask=is_row, other=0)
-    is_full = (ends % CHUNK == 0) & (tl.load(query_start + each + 1, mask=is_row, other=0) > begun)
+    is_full = (ends % CHUNK == 0) & (tl.load(query_start + each + 1, mask=is_row, other=0) == begun + 1)
     rank = tl.cumsum(is_full.to(tl.int32), 0)
-    count = tl.sum(is_full.to(tl.int32), 0) * HEADS * tiles
+    of_layer = tl.sum(is_full.to(tl.int32), 0) * HEADS * tiles
+    count = of_layer * num_layers
     begin_after(PDL)
     width, place = tl.arange(0, STATES_PADDED), tl.arange(0, CHUNK)
     within = width < STATES
-    for task in range(tl.program_id(0), count, tl.num_programs(0)):
-        row = tl.sum(tl.where(is_full & (rank == task // (HEADS * tiles) + 1), each, 0), 0)
-        end, part = tl.load(seq_lens + row), task % (HEADS * tiles)
+    if tl.program_id(0) >= count:  # so that nothing of the first task is asked for
+        return
+    for task in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=STAGES):
+        layer, own = task // of_layer, task % of_layer
+        row = tl.sum(tl.where(is_full & (rank == own // (HEADS * tiles) + 1), each, 0), 0)
+        end, part = tl.load(seq_lens + row), own % (HEADS * tiles)
         begin, table_row = end - CHUNK, tl.load(rows + row)
         states = state_table + table_row * state_columns
-        of_row = (input_table + table_row * input_columns, input_first, 0, end, end, BLOCK)  # all of the chunk is kept
+        first = input_first + layer * input_next
+        of_row = (input_table + table_row * input_columns, first, 0, end, end, BLOCK)  # all of the chunk is kept
         head, channel = part // tiles, part % tiles * WIDE + tl.arange(0, WIDE)
         group, inside = head // (HEADS // GROUPS), channel < SIZE
-        kept_states = (state_kept, states, state_first, head * STATES + width, channel, within, inside)
-        state = read_state(kept_states, begin, STATE_FORM, SIZE, CHUNK)
+        told = (state_kept, states, state_first + layer * state_next, head)
+        in_state = within[:, None] & inside[None, :]
+        kind = x_kept.dtype.element_ty
+        state, _ = read(told, begin, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind)
         b = tokens((b_kept, 0, 0, b_kept), of_row, begin, place, group, width, within, B_FORM, STATES)
         x = tokens((x_kept, 0, 0, x_kept), of_row, begin, place, head, channel, inside, X_FORM, SIZE)
         sums = numbers((total_kept, 0, 0, total_kept), of_row, begin, place, head, TOTAL_FORM)
         steps = numbers((dt_kept, 0, 0, dt_kept), of_row, begin, place, head, DT_FORM)
         state = advanced(state, b, x, sums, steps, PRECISION)
-        write_state(kept_states, end, state, STATE_FORM, SIZE, CHUNK)
+        write(told, end, state, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind)

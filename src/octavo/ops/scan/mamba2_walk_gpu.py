@@ -11,20 +11,8 @@ import triton
 import triton.language as tl
 
 from octavo.ops.compile.launch import end_before, launched
-from octavo.ops.scan.kept import PLACES, keep, place
-
-
-@triton.jit
-def kept_state(told, border, FORM: tl.constexpr, SIZE: tl.constexpr, STATES: tl.constexpr, CHUNK: tl.constexpr):
-    """(where the state of a head behind `border` tokens begins, whether it is kept): one line holds it whole.
-
-    told: (what is kept, the row's table of states, the layer's first part, head).
-    """
-    kept, table, first_part, head = told
-    tl.static_assert(FORM[5] % STATES == 0, "a head's state lies in one line")
-    entry = tl.maximum(border // CHUNK - 1, 0)
-    where, is_there = place(table, first_part, entry, 0, head * STATES, border > 0, FORM, SIZE)
-    return kept + where, is_there
+from octavo.ops.scan.kept import PLACES, keep
+from octavo.ops.scan.mamba2_states import read, rounded, write
 
 
 @triton.jit
@@ -37,14 +25,14 @@ def asked(source, inside, ALL: tl.constexpr):
 
 
 @triton.jit
-def results(c, b, x, rounded, sums, steps, skip, PRECISION: tl.constexpr):
+def results(c, b, x, state, sums, steps, skip, PRECISION: tl.constexpr):
     """[places, channels] of the tokens of a chunk, in float32."""
     here = tl.arange(0, sums.shape[0])
     is_seen = here[:, None] >= here[None, :]
     left = tl.exp(tl.where(is_seen, sums[:, None] - sums[None, :], 0.0))
     weight = left * tl.dot(c, tl.trans(b), input_precision=PRECISION) * steps[None, :]
     weight = tl.where(is_seen, weight, 0.0).to(x.dtype)
-    result = tl.exp(sums)[:, None] * tl.dot(c, rounded, input_precision=PRECISION)
+    result = tl.exp(sums)[:, None] * tl.dot(c, state, input_precision=PRECISION)
     result += tl.dot(weight, x, input_precision=PRECISION)
     result += skip * x.to(tl.float32)
     return result
@@ -57,19 +45,7 @@ def behind(state, b, x, sums, steps, last, PRECISION: tl.constexpr):
     return tl.exp(last) * state + tl.dot(tl.trans(weighted), x, input_precision=PRECISION)
 
 
-@triton.jit
-def put(
-    told, border, state, at, inside, FORM: tl.constexpr, SIZE: tl.constexpr, STATES: tl.constexpr, CHUNK: tl.constexpr
-):
-    """Keep the state behind `border` tokens, if the table does; and it as it is kept, rounded."""
-    goal, is_there = kept_state(told, border, FORM, SIZE, STATES, CHUNK)
-    rounded = state.to(told[0].dtype.element_ty)
-    if is_there:
-        tl.store(goal + at, rounded, mask=inside)
-    return rounded.to(tl.float32)
-
-
-@launched(triton.jit(do_not_specialize=PLACES))
+@launched(triton.jit(do_not_specialize=["num_rows", *PLACES]))
 def mamba2_walk(
     xbc,  # [T, channels of x, B and C]
     xbc_row,
@@ -80,6 +56,8 @@ def mamba2_walk(
     rows,
     query_start,
     seq_lens,
+    num_ahead,
+    num_rows,
     state_table,
     state_columns,
     input_table,
@@ -105,13 +83,16 @@ def mamba2_walk(
     TOTAL_FORM: tl.constexpr,
     DT_FORM: tl.constexpr,
     PRECISION: tl.constexpr,
+    PARTED: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row whose step begins at a border, one head and WIDE of its channels."""
+    """One row behind the first `num_ahead` whose step begins at a border, one head and WIDE of its channels."""
     end_before(PDL)  # the next kernel reads nothing of this one's
-    row, tiles = tl.program_id(1), tl.cdiv(SIZE, WIDE)
+    row, tiles = tl.program_id(1) + tl.load(num_ahead), tl.cdiv(SIZE, WIDE)
     head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    if row >= num_rows:
+        return
     token, end = tl.load(query_start + row), tl.load(seq_lens + row)
     computed = end - (tl.load(query_start + row + 1) - token)
     if (computed >= end) | (computed < 0) | (computed % CHUNK > 0):  # nothing, padding, or begun within a chunk
@@ -125,9 +106,9 @@ def mamba2_walk(
     first_b = HEADS * SIZE + group * STATES
     bs, xs = (xbc, xbc_row, first_b, b_kept), (xbc, xbc_row, head * SIZE, x_kept)
     own_skip = tl.load(skip + head)
-    at_state, in_state = width[:, None] * SIZE + channel[None, :], within[:, None] & inside[None, :]
-    source, is_stored = kept_state(told, computed, STATE_FORM, SIZE, STATES, CHUNK)
-    state = tl.load(source + at_state, mask=in_state & is_stored, other=0.0).to(tl.float32)
+    in_state = within[:, None] & inside[None, :]
+    kind = xbc.dtype.element_ty
+    state, _ = read(told, computed, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind)
 
     # The inputs of the last two chunks, of which the last may be open: those before are kept by no table.
     begin = tl.maximum(computed, (end - 1) // CHUNK * CHUNK - CHUNK)
@@ -153,10 +134,12 @@ def mamba2_walk(
         sums = tl.load(total + fresh * HEADS + head + here * HEADS)
         steps = tl.load(dt + fresh * HEADS + head + here * HEADS)
         last = tl.load(total + fresh * HEADS + head + tl.minimum(CHUNK - 1, left - 1) * HEADS)
-        rounded = state.to(xbc.dtype.element_ty)
-        y = results(c, b, x, rounded, sums, steps, own_skip, PRECISION)
+        upper = rounded(state, kind)
+        y = results(c, b, x, upper, sums, steps, own_skip, PRECISION)
         goal = out + (fresh * HEADS + head) * SIZE + (places * (HEADS * SIZE))[:, None] + channel[None, :]
         tl.store(goal, y.to(out.dtype.element_ty), mask=(places < left)[:, None] & inside[None, :])
         state = behind(state, b, x, sums, steps, last, PRECISION)  # of an open chunk nobody reads it
         if left >= CHUNK:
-            state = put(told, begin + CHUNK, state, at_state, in_state, STATE_FORM, SIZE, STATES, CHUNK)
+            state, _ = write(
+                told, begin + CHUNK, state, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind
+            )
