@@ -1,0 +1,85 @@
+"""Blocks from memory that a GPU can reach, as another one's, into its own cache, by bulk copies of a few programs.
+
+Owns the kernel's tiles, its compilation and launch; `copy_blocks.cu` does the work. Does not know whose memory it is.
+Invariant: what is copied are the bytes that `copy_blocks_gpu` copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from octavo.ops.compile import driver, nvrtc
+from octavo.ops.copying import to_device
+
+CHUNK, STAGES, PROGRAMS = 32 << 10, 6, 32  # bytes that a copy moves, copies under way in a program, programs
+_UNIT = 16  # bytes: of what a copy's addresses and size are multiples
+_THREADS = 32
+
+
+class _Side(ctypes.Structure):
+    _fields_ = [("base", ctypes.c_uint64), ("part", ctypes.c_int64), ("block", ctypes.c_int64)]
+
+
+class _Params(ctypes.Structure):
+    _fields_ = [
+        ("own", _Side),
+        ("theirs", _Side),
+        ("blocks", ctypes.c_uint64),
+        ("count", ctypes.c_int32),
+        ("parts", ctypes.c_int32),
+        ("part_bytes", ctypes.c_int64),
+    ]
+
+
+_OFFSETS = [getattr(_Params, field[0]).offset for field in _Params._fields_]
+
+
+def compile_kernel(chunk: int = CHUNK, stages: int = STAGES) -> bytes:
+    """Its machine code: kept, or compiled now. Raises CompileError."""
+    source = Path(__file__).with_name("copy_blocks.cu").read_text(encoding="utf-8")
+    return nvrtc.machine_code(source, {"CHUNK": chunk, "STAGES": stages}, "sm_90a")
+
+
+@functools.cache
+def _load(device: torch.device, chunk: int, stages: int) -> int:
+    return driver.load(compile_kernel(chunk, stages), "copy_blocks", chunk * stages)
+
+
+def fits(address: int, own: torch.Tensor, strides: tuple[tuple[int, int], tuple[int, int]], part_bytes: int) -> bool:
+    """Whether bulk copies can move these parts."""
+    return all(number % _UNIT == 0 for number in (address, own.data_ptr(), part_bytes, *strides[0], *strides[1]))
+
+
+def copy_blocks(
+    own: torch.Tensor,
+    address: int,
+    blocks: NDArray[np.int64],
+    strides: tuple[tuple[int, int], tuple[int, int]],
+    num_parts: int,
+    part_bytes: int,
+    *,
+    chunk: int = CHUNK,
+    stages: int = STAGES,
+    programs: int = PROGRAMS,
+) -> None:
+    """See `octavo.ops.mapped.copy_blocks`. Raises CompileError, DriverError where there is no such kernel."""
+    function = _load(own.device, chunk, stages)
+    numbers = to_device(np.ascontiguousarray(blocks, np.int64).reshape(-1), own.device)
+    params = _Params(
+        _Side(own.data_ptr(), *strides[0]),
+        _Side(address, *strides[1]),
+        numbers.data_ptr(),
+        blocks.shape[1],
+        num_parts,
+        part_bytes,
+    )
+    start = ctypes.addressof(params)
+    places = (ctypes.c_void_p * len(_OFFSETS))(*(start + offset for offset in _OFFSETS))
+    stream = torch.cuda.current_stream(own.device).cuda_stream
+    driver.launch(function, (programs, 1, 1), _THREADS, chunk * stages, stream, places)
