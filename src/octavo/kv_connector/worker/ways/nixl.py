@@ -15,7 +15,7 @@ from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
 from octavo.kv_connector.worker.pair import PIECE_BYTES, Pair
 from octavo.kv_connector.worker.ways.nixl_agent import POLL, NixlAgent, Runs
-from octavo.kv_connector.worker.ways.regions import Region, joined_runs, read_region, region_of, until_read
+from octavo.kv_connector.worker.ways.regions import Region, foreseen, joined_runs, read_region, region_of, until_read
 
 
 class NixlWay:
@@ -29,8 +29,10 @@ class NixlWay:
         self._cache = cache
         self._own = region_of(cache, b"", ())
         self._agent, self._spare = NixlAgent(), [self._make_reader()]
+        self._metadata = b""
         if gives:
             self._register(self._agent)
+            self._metadata = self._agent.metadata()
 
     def _register(self, agent: NixlAgent) -> None:
         agent.register(self._own.base, self._cache.data.numel(), self._own.device, self._own.kind)
@@ -46,7 +48,11 @@ class NixlWay:
 
     def tell(self, blocks: Sequence[int]) -> bytes:
         """See Way: where they are."""
-        return msgspec.msgpack.encode(region_of(self._cache, self._agent.metadata(), blocks))
+        return msgspec.msgpack.encode(msgspec.structs.replace(self._own, agent=self._metadata, blocks=list(blocks)))
+
+    def foresee(self, pair: Pair, blocks: Sequence[int]) -> bytes:
+        """See Way."""
+        return foreseen(pair, blocks)
 
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: let NIXL work until the peer says something."""
@@ -62,7 +68,7 @@ class NixlWay:
         pair.mark("met")
         local, remote = (Runs(places, region.device, region.kind) for places, region in sides)
         with job.touching():
-            reader.agent.move("READ", local, remote, reader.name, pair)
+            reader.agent.move("READ", local, remote, reader.name, pair, lambda: pair.begin(job))
 
     def rows(self, pair: Pair, told: bytes, pieces: Sequence[int]) -> Generator[torch.Tensor]:
         """See Way: read them into host memory."""

@@ -89,7 +89,16 @@ def read_region(told: bytes, pair: Pair, count: int) -> Region:
         raise TransferError(f"{pair.peer} has blocks of {theirs.num_pages} pages of {theirs.page_bytes} bytes")
     if theirs.blocks and not 0 <= min(theirs.blocks) <= max(theirs.blocks) < theirs.num_blocks:
         raise TransferError(f"{pair.peer} tells of blocks that its {theirs.num_blocks} do not have")
+    pair.region = theirs
     return theirs
+
+
+def foreseen(pair: Pair, blocks: Sequence[int]) -> bytes:
+    """What a peer will tell of these blocks, if it tells of the region that it told of last; empty: of none yet."""
+    known: Region | None = pair.region
+    if known is None or not blocks or not 0 < min(blocks) <= max(blocks) < known.num_blocks:
+        return b""
+    return msgspec.msgpack.encode(msgspec.structs.replace(known, blocks=list(blocks)))
 
 
 def until_read(pair: Pair, job: Job, every: float, work: Callable[[], object]) -> None:
