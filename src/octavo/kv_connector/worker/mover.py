@@ -16,7 +16,7 @@ from typing import Protocol
 
 from octavo.config.kv_transfer import DEFAULT_TIMEOUT
 from octavo.kv_connector import ConnectorStats
-from octavo.kv_connector.guard import Troubles, describe
+from octavo.kv_connector.guard import Troubles, describe, ends_within
 from octavo.kv_connector.orders import Order, Report
 from octavo.ops.arrivals import NO_ARRIVALS, Arrivals
 
@@ -236,10 +236,7 @@ class Mover:
                 self._timeout,
             )
         else:
-            try:
-                self._handler.close()
-            except Exception as error:  # of a library: the rest is to be closed
-                self.troubles.tell("close", f"its end failed: {describe(error)}")
+            ends_within(self._timeout, self.troubles, "its end", self._handler.close)
         self.troubles.close()
 
     def _ends(self, thread: threading.Thread, until: float) -> bool:

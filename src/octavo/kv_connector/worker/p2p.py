@@ -23,7 +23,7 @@ import msgspec
 
 from octavo.config.kv_transfer import KVTransferConfig, refuse
 from octavo.kv_connector import ConnectorStats
-from octavo.kv_connector.guard import Troubles
+from octavo.kv_connector.guard import Troubles, ends_within
 from octavo.kv_connector.orders import Order, Report
 from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescription, differences
 from octavo.kv_connector.peers.offers import Wanted
@@ -204,7 +204,7 @@ class P2PWorker:
             thread.join(max(until - time.monotonic(), 0))
         self._releases.close()
         self._mover.close()
-        self._way.close()
+        ends_within(self._timeout, self._mover.troubles, f"the end of {self._way.name}", self._way.close)
 
     # What peers ask for, each connection on a thread of its own.
 

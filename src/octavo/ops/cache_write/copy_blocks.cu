@@ -12,6 +12,10 @@ struct Side {
     long long part, block;  // bytes from one part of a block to the next, and from one block to the next
 };
 
+struct Blocks {
+    int own[BLOCKS], theirs[BLOCKS];
+};
+
 static __device__ unsigned shared_address(const void* pointer) {
     return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
@@ -25,7 +29,7 @@ static __device__ void wait(unsigned barrier, unsigned phase) {
 }
 
 extern "C" __global__ void __launch_bounds__(32) copy_blocks(
-    Side own, Side theirs, const long long* blocks, int count, int parts, long long part_bytes) {
+    Side own, Side theirs, long long part_bytes, int count, int parts, const __grid_constant__ Blocks blocks) {
     extern __shared__ __align__(128) char ring[];
     __shared__ u64 full[STAGES];
     if (threadIdx.x) return;
@@ -40,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(32) copy_blocks(
         const long long left = part_bytes - index % chunks * CHUNK;
         return static_cast<unsigned>(left < CHUNK ? left : CHUNK);
     };
-    auto place = [&](const Side& side, const long long* numbers, long long index) {
+    auto place = [&](const Side& side, const int* numbers, long long index) {
         const long long piece = index / chunks;
         return side.base + piece / count * side.part + numbers[piece % count] * side.block + index % chunks * CHUNK;
     };
@@ -48,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(32) copy_blocks(
         const unsigned barrier = shared_address(full + stage), size = size_of(index);
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(size) : "memory");
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                     :: "r"(shared_address(ring + stage * CHUNK)), "l"(place(theirs, blocks + count, index)), "r"(size),
+                     :: "r"(shared_address(ring + stage * CHUNK)), "l"(place(theirs, blocks.theirs, index)), "r"(size),
                         "r"(barrier) : "memory");
     };
 
@@ -60,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(32) copy_blocks(
     for (bool is_first = true; index < total; index += step, is_first = false) {
         wait(shared_address(full + stage), phase);
         asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                     :: "l"(place(own, blocks, index)), "r"(shared_address(ring + stage * CHUNK)), "r"(size_of(index))
+                     :: "l"(place(own, blocks.own, index)), "r"(shared_address(ring + stage * CHUNK)), "r"(size_of(index))
                      : "memory");
         asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         const long long next = index + (STAGES - 1) * step;  // into the room of the chunk before this one

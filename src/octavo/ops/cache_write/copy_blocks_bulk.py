@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.ops.compile import driver, nvrtc
-from octavo.ops.copying import to_device
 
 CHUNK, STAGES, PROGRAMS = 32 << 10, 6, 32  # bytes that a copy moves, copies under way in a program, programs
+_BLOCKS = 224  # of a launch: their numbers are among its parameters, which then need no copy of their own
 _UNIT = 16  # bytes: of what a copy's addresses and size are multiples
 _THREADS = 32
 
@@ -30,10 +30,10 @@ class _Params(ctypes.Structure):
     _fields_ = [
         ("own", _Side),
         ("theirs", _Side),
-        ("blocks", ctypes.c_uint64),
+        ("part_bytes", ctypes.c_int64),
         ("count", ctypes.c_int32),
         ("parts", ctypes.c_int32),
-        ("part_bytes", ctypes.c_int64),
+        ("blocks", ctypes.c_int32 * (2 * _BLOCKS)),
     ]
 
 
@@ -43,7 +43,7 @@ _OFFSETS = [getattr(_Params, field[0]).offset for field in _Params._fields_]
 def compile_kernel(chunk: int = CHUNK, stages: int = STAGES) -> bytes:
     """Its machine code: kept, or compiled now. Raises CompileError."""
     source = Path(__file__).with_name("copy_blocks.cu").read_text(encoding="utf-8")
-    return nvrtc.machine_code(source, {"CHUNK": chunk, "STAGES": stages}, "sm_90a")
+    return nvrtc.machine_code(source, {"CHUNK": chunk, "STAGES": stages, "BLOCKS": _BLOCKS}, "sm_90a")
 
 
 @functools.cache
@@ -70,16 +70,12 @@ def copy_blocks(
 ) -> None:
     """See `octavo.ops.mapped.copy_blocks`. Raises CompileError, DriverError where there is no such kernel."""
     function = _load(own.device, chunk, stages)
-    numbers = to_device(np.ascontiguousarray(blocks, np.int64).reshape(-1), own.device)
-    params = _Params(
-        _Side(own.data_ptr(), *strides[0]),
-        _Side(address, *strides[1]),
-        numbers.data_ptr(),
-        blocks.shape[1],
-        num_parts,
-        part_bytes,
-    )
-    start = ctypes.addressof(params)
+    params = _Params(_Side(own.data_ptr(), *strides[0]), _Side(address, *strides[1]), part_bytes, 0, num_parts)
+    start, numbers = ctypes.addressof(params), np.ctypeslib.as_array(params.blocks).reshape(2, _BLOCKS)
     places = (ctypes.c_void_p * len(_OFFSETS))(*(start + offset for offset in _OFFSETS))
     stream = torch.cuda.current_stream(own.device).cuda_stream
-    driver.launch(function, (programs, 1, 1), _THREADS, chunk * stages, stream, places)
+    for first in range(0, blocks.shape[1], _BLOCKS):
+        part = blocks[:, first : first + _BLOCKS]
+        params.count = part.shape[1]
+        numbers[:, : params.count] = part
+        driver.launch(function, (programs, 1, 1), _THREADS, chunk * stages, stream, places)
