@@ -134,7 +134,7 @@ class Pair:
         """Whether something has come, or the end, after so many seconds at the latest."""
         poll = select.poll()  # select() refuses the files of a busy server, whose numbers are high
         poll.register(self.sock, select.POLLIN)
-        if seconds < _POLL_STEP:
+        if 0 < seconds < _POLL_STEP:
             time.sleep(seconds)
             seconds = 0.0
         return bool(poll.poll(seconds * 1000))
