@@ -118,8 +118,8 @@ def log_loads(side: str) -> None:
     log.propagate = False
 
 
-def hits(folder: str, length: int, prompts: Sequence[list[int]], pause: float) -> None:
-    """Say how long the first token of a prompt takes that is in the cache."""
+def hits(folder: str, length: int, prompts: Sequence[list[int]], pause: float) -> dict[str, float]:
+    """How long the first token of a prompt takes that is in the cache, at once and after a pause."""
     with LLM(**{**fields_of(folder, length, "", ""), "enable_prefix_caching": True}) as llm:
         found: dict[float, list[float]] = {0.0: [], pause: []}
         for prompt in prompts:
@@ -127,8 +127,7 @@ def hits(folder: str, length: int, prompts: Sequence[list[int]], pause: float) -
             for seconds, own in found.items():
                 time.sleep(seconds)
                 own.append(first_token(llm, prompt, None).seconds)
-    told = ", ".join(f"{statistics.median(own[1:]) * 1e3:.2f} after {at:.3f} s" for at, own in found.items())
-    print(f"a hit, ms: {told}", file=sys.stderr)
+    return {"at_once_s": statistics.median(found[0.0][1:]), "after_pause_s": statistics.median(found[pause][1:])}
 
 
 def serve(fields: dict[str, Any]) -> None:
@@ -235,7 +234,7 @@ def main() -> int:
             alone = [first_token(llm, prompt, None) for prompt in prompts]
             found["alone_s"] = middle(alone)
         if options.hits:
-            hits(folder, options.length, prompts, found["alone_s"])
+            found["a hit"] = hits(folder, options.length, prompts, found["alone_s"])
         for way in options.ways:
             try:
                 found[way] = measure(folder, options.length, way, prompts, alone, marks=options.marks)
@@ -244,7 +243,7 @@ def main() -> int:
     print(
         f"{options.shape}, prompts of {options.length}: alone {found['alone_s']:.4f} s, link {found['link_gb_s']:.1f}"
     )
-    for way in options.ways:
+    for way in ("a hit", *options.ways):
         for key, value in found.get(way, {}).items():
             print(f"  {way:12} {key:16} {value:12.4f}")
     print(json.dumps({"shape": options.shape, "length": options.length, "results": found}))
