@@ -222,7 +222,7 @@ class Fetches:
             )
         )
         pair.leased_until = time.monotonic()
-        pair.mark("asked")
+        pair.mark("asked")  # behind the order of what is read ahead
 
     def _hear(self, pair: Pair) -> Told:
         """Its answer. Raises TransferError for no."""
@@ -237,21 +237,24 @@ class Fetches:
         count = max(self._way.piece_bytes // self._cache.block_bytes, 1)
         places, blocks = fetch.wanted.places, fetch.job.order.blocks
         starts = range(0, len(places), count)
-        pieces, told = [blocks[s : s + count] for s in starts], Told()
-        for number in range(len(fetch.pairs)):
-            self._ask(fetch, number, [places[s : s + count] for s in starts] if number == giver else [])
+        told = Told()
+
+        def ask() -> None:
+            for number in range(len(fetch.pairs)):
+                self._ask(fetch, number, [places[s : s + count] for s in starts] if number == giver else [])
+            fetch.job.is_under_way.set()
+
         # what an offer said of its blocks is taken for true, and they are copied while its side looks for it
-        foreseen = self._way.foresee(fetch.pairs[giver], fetch.wanted.blocks)
-        if foreseen:
-            self._way.take(fetch.pairs[giver], foreseen, fetch.job, pieces)
-        fetch.job.is_under_way.set()
+        foreseen = self._way.read_ahead(fetch.pairs[giver], fetch.wanted.blocks, fetch.job, blocks, ask)
+        if not foreseen:
+            ask()
         for number, pair in enumerate(fetch.pairs):
             answer = self._hear(pair)
             if answer.lacking:
                 raise _lacks(pair, fetch, places[answer.lacking[0]])
             told = answer if number == giver else told
         if not foreseen or (told.told, told.offer) != (foreseen, fetch.wanted.offer):
-            self._way.take(fetch.pairs[giver], told.told, fetch.job, pieces)
+            self._way.take(fetch.pairs[giver], told.told, fetch.job, [blocks[s : s + count] for s in starts])
 
     def _take_by_rows(self, fetch: _Fetch, divided: Sequence[Sequence[Part]]) -> list[int]:
         steps = list(self._batches(fetch, divided))

@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -157,11 +157,6 @@ class Pair:
         except (OSError, ValueError):  # it was reset, or is closed here
             return True
 
-    def begin(self, job: Job) -> None:
-        """The bytes of an order are on their way: whoever waits for that goes on."""
-        self.mark("ordered")
-        job.is_under_way.set()
-
     def mark(self, what: str) -> None:
         """Note when something of a fetch has happened."""
         self.marks.append((what, time.monotonic()))
@@ -201,10 +196,13 @@ class Way(Protocol):
     def tell(self, blocks: Sequence[int]) -> bytes:
         """What the side that wants these blocks must know."""
 
-    def foresee(self, pair: Pair, blocks: Sequence[int]) -> bytes:
-        """What the peer will `tell` of these blocks of its, by what it told before; empty: that is not known.
+    def read_ahead(
+        self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int], begun: Callable[[], object]
+    ) -> bytes:
+        """As `take`, before the peer has said a word: `theirs` are the blocks there, so far as is known.
 
-        `take` may be given it before the peer has answered.
+        What it has to `tell` then, if that was right; empty: nothing was read. `begun` is called when the bytes are on
+        their way.
         """
 
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:

@@ -41,7 +41,7 @@ class GlooWay:
         """See Way."""
         return b""
 
-    def foresee(self, pair: Pair, blocks: Sequence[int]) -> bytes:
+    def read_ahead(self, pair: Pair, *_: object) -> bytes:
         """See Way: bytes come when they are sent."""
         return b""
 

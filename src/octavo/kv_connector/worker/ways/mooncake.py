@@ -59,7 +59,7 @@ class MooncakeWay:
         assert self._engine is not None, "who offers blocks has registered them"
         return msgspec.msgpack.encode(region_of(self._cache, str(self._engine.get_rpc_port()).encode(), blocks))
 
-    def foresee(self, pair: Pair, blocks: Sequence[int]) -> bytes:
+    def read_ahead(self, pair: Pair, *_: object) -> bytes:
         """See Way: not here."""
         return b""
 

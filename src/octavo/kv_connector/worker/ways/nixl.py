@@ -6,7 +6,7 @@ an agent of its own: when a read is given up so is the agent, and no byte comes 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import msgspec
 import torch
@@ -50,9 +50,13 @@ class NixlWay:
         """See Way: where they are."""
         return msgspec.msgpack.encode(msgspec.structs.replace(self._own, agent=self._metadata, blocks=list(blocks)))
 
-    def foresee(self, pair: Pair, blocks: Sequence[int]) -> bytes:
+    def read_ahead(
+        self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int], begun: Callable[[], object]
+    ) -> bytes:
         """See Way."""
-        return foreseen(pair, blocks)
+        if told := foreseen(pair, theirs):
+            self._read(pair, told, job, blocks, begun)
+        return told
 
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: let NIXL work until the peer says something."""
@@ -61,14 +65,16 @@ class NixlWay:
 
     def take(self, pair: Pair, told: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: read them, all at once."""
-        blocks = [block for piece in pieces for block in piece]
-        theirs, own = read_region(told, pair, len(blocks)), msgspec.structs.replace(self._own, blocks=blocks)
+        self._read(pair, told, job, [block for piece in pieces for block in piece], bool)
+
+    def _read(self, pair: Pair, told: bytes, job: Job, blocks: Sequence[int], begun: Callable[[], object]) -> None:
+        theirs, own = read_region(told, pair, len(blocks)), msgspec.structs.replace(self._own, blocks=list(blocks))
         reader = self._reader(pair, theirs)
         sides = zip(joined_runs(own, theirs), (own, theirs), strict=True)
         pair.mark("met")
         local, remote = (Runs(places, region.device, region.kind) for places, region in sides)
         with job.touching():
-            reader.agent.move("READ", local, remote, reader.name, pair, lambda: pair.begin(job))
+            reader.agent.move("READ", local, remote, reader.name, pair, begun)
 
     def rows(self, pair: Pair, told: bytes, pieces: Sequence[int]) -> Generator[torch.Tensor]:
         """See Way: read them into host memory."""

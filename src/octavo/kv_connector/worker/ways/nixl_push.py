@@ -48,7 +48,7 @@ class NixlPushWay:
         """See Way."""
         return b""
 
-    def foresee(self, pair: Pair, blocks: Sequence[int]) -> bytes:
+    def read_ahead(self, pair: Pair, *_: object) -> bytes:
         """See Way: bytes come when they are written."""
         return b""
 
