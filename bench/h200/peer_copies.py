@@ -23,7 +23,6 @@ import torch
 from torch import distributed, multiprocessing
 
 from octavo.kv_connector.worker.ways.regions import Region, joined_runs
-from octavo.ops import mapped
 from octavo.ops.cache_write import copy_blocks_bulk, copy_blocks_gpu
 from octavo.ops.compile import driver
 
@@ -39,7 +38,11 @@ _BULKS = (  # KiB of a copy, copies under way in a program, programs
     (16, 12, 32),
     (16, 6, 132),
     (8, 8, 132),
+    (64, 3, 8),
+    (64, 3, 16),
     (64, 3, 32),
+    (32, 4, 16),
+    (96, 2, 16),
 )
 
 
@@ -188,7 +191,7 @@ def ways(own: torch.Tensor, theirs: torch.Tensor) -> dict[str, Callable[[Region,
                 if number:
                     stream.wait_stream(streams[0])
                 if call == "batch":
-                    mapped.copy_runs(to[part, 0], of[part, 0], to[part, 1], stream.cuda_stream)
+                    driver.copy_batch(to[part, 0], of[part, 0], to[part, 1], stream.cuda_stream)
                 else:
                     for here, there, size in zip(to[part, 0].tolist(), of[part, 0].tolist(), to[part, 1].tolist()):
                         arguments = map(ctypes.c_uint64, (here, there, size, stream.cuda_stream))

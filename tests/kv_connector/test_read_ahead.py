@@ -21,7 +21,7 @@ from octavo.kv_connector.peers.offers import Wanted
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.p2p import P2PWorker
 from octavo.kv_connector.worker.pair import Done, Pair, Told, TransferError
-from octavo.kv_connector.worker.ways.ipc import IpcWay
+from octavo.kv_connector.worker.ways.ipc import IpcWay, _Mapped
 from patience import patient
 
 PAGES, BLOCKS, PAGE_BYTES = 3, 20, 16
@@ -248,13 +248,13 @@ def test_a_driver_that_hangs_as_it_unmaps_does_not_keep_the_engine(
     sides: Sides, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     sides.meet()
-    ends, close, taker = threading.Event(), MappedMemory.close, sides.takers[0]
+    ends, close, taker = threading.Event(), _Mapped.close, sides.takers[0]
 
-    def hangs(self: MappedMemory, address: int) -> None:
+    def hangs(self: _Mapped) -> None:
         assert ends.wait(patient(60))
-        close(self, address)
+        close(self)
 
-    monkeypatch.setattr(MappedMemory, "close", hangs)
+    monkeypatch.setattr(_Mapped, "close", hangs)
     taker._timeout = taker._mover._timeout = 0.2
     started = time.monotonic()
     taker.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from octavo.ops.compile import driver, nvrtc
+from octavo.ops.gemm.gemm_pipeline import is_hopper
 
-CHUNK, STAGES, PROGRAMS = 32 << 10, 6, 32  # bytes that a copy moves, copies under way in a program, programs
+_LOG = logging.getLogger(__name__)
+CHUNK, STAGES, PROGRAMS = 64 << 10, 3, 32  # bytes that a copy moves, copies under way in a program, programs
 _BLOCKS = 224  # of a launch: their numbers are among its parameters, which then need no copy of their own
 _UNIT = 16  # bytes: of what a copy's addresses and size are multiples
 _THREADS = 32
@@ -40,20 +43,33 @@ class _Params(ctypes.Structure):
 _OFFSETS = [getattr(_Params, field[0]).offset for field in _Params._fields_]
 
 
-def compile_kernel(chunk: int = CHUNK, stages: int = STAGES) -> bytes:
-    """Its machine code: kept, or compiled now. Raises CompileError."""
+def text(chunk: int, stages: int) -> tuple[str, dict[str, int | str], str]:
+    """What the compiler is given: source, macros, and the kind of GPU."""
     source = Path(__file__).with_name("copy_blocks.cu").read_text(encoding="utf-8")
-    return nvrtc.machine_code(source, {"CHUNK": chunk, "STAGES": stages, "BLOCKS": _BLOCKS}, "sm_90a")
+    return source, {"CHUNK": chunk, "STAGES": stages, "BLOCKS": _BLOCKS}, "sm_90a"
 
 
 @functools.cache
 def _load(device: torch.device, chunk: int, stages: int) -> int:
-    return driver.load(compile_kernel(chunk, stages), "copy_blocks", chunk * stages)
+    return driver.load(nvrtc.machine_code(*text(chunk, stages)), "copy_blocks", chunk * stages)
 
 
-def fits(address: int, own: torch.Tensor, strides: tuple[tuple[int, int], tuple[int, int]], part_bytes: int) -> bool:
-    """Whether bulk copies can move these parts."""
-    return all(number % _UNIT == 0 for number in (address, own.data_ptr(), part_bytes, *strides[0], *strides[1]))
+def serves(own: torch.Tensor, address: int, strides: tuple[tuple[int, int], tuple[int, int]], part_bytes: int) -> bool:
+    """Whether bulk copies can move these parts: a GPU has them, and the kernel was found."""
+    numbers = (address, own.data_ptr(), part_bytes, *strides[0], *strides[1])
+    return all(number % _UNIT == 0 for number in numbers) and _is_there(own.device)
+
+
+@functools.cache
+def _is_there(device: torch.device) -> bool:
+    if not is_hopper(device):
+        return False
+    try:
+        _load(device, CHUNK, STAGES)
+    except (OSError, driver.DriverError, nvrtc.CompileError) as error:
+        _LOG.warning("a peer's blocks are copied by Triton's kernel: %s", error)
+        return False
+    return True
 
 
 def copy_blocks(
@@ -68,7 +84,7 @@ def copy_blocks(
     stages: int = STAGES,
     programs: int = PROGRAMS,
 ) -> None:
-    """See `octavo.ops.mapped.copy_blocks`. Raises CompileError, DriverError where there is no such kernel."""
+    """See `octavo.ops.mapped.copy_blocks`. For what it serves. Raises DriverError."""
     function = _load(own.device, chunk, stages)
     params = _Params(_Side(own.data_ptr(), *strides[0]), _Side(address, *strides[1]), part_bytes, 0, num_parts)
     start, numbers = ctypes.addressof(params), np.ctypeslib.as_array(params.blocks).reshape(2, _BLOCKS)
