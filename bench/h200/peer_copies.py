@@ -1,4 +1,4 @@
-"""Blocks out of another GPU's memory, two GPUs in one process: `python bench/h200/peer_copies.py`.
+"""Blocks out of another GPU's memory, two GPUs in one process: `python bench/h200/peer_copies.py [names of ways]`.
 
 The blocks of a prompt of 4,000 tokens of 8b (63 of 36 pages of 256 KiB), by copy engines and by kernels of several
 shapes, for runs of so many blocks that lie together on both sides; the values are compared. Then by NCCL between two
@@ -102,11 +102,12 @@ def nccl(rank: int, file: str, on_gpu: bool) -> None:
 
 
 def main() -> int:
-    """A line for each way."""
-    failed = 0
-    for part in (copies, spread):
+    """A line for each way, or for those whose names begin so."""
+    names, failed = tuple(sys.argv[1:]) or ("",), 0
+    for part, wanted in ((functools.partial(copies, names), names != ("nccl",)), (spread, "nccl".startswith(names))):
         try:
-            part()
+            if wanted:
+                part()
         except Exception:  # the other one is measured
             traceback.print_exc()
             failed = 1
@@ -119,7 +120,7 @@ def spread() -> None:
         multiprocessing.spawn(nccl, (f"{folder}/met", torch.cuda.device_count() > 1), nprocs=2)
 
 
-def copies() -> None:
+def copies(names: tuple[str, ...]) -> None:
     """Out of the other GPU's memory: a line for each way, a column for each length of runs. GB/s of the GPU, of a load.
 
     The last two columns: what the host takes to order the copies, and to see that they have ended.
@@ -132,6 +133,8 @@ def copies() -> None:
     theirs.copy_(own)
     print(f"{'GB/s, runs of so many blocks':>34} " + " ".join(f"{each:>13}" for each in _RUNS) + "   us: order, end")
     for name, order in ways(own, theirs).items():
+        if not name.startswith(names):
+            continue
         found, host = [], (0.0, 0.0)
         try:
             for length in _RUNS:
