@@ -177,17 +177,31 @@ def timed(order: Callable[[], None], own: torch.Tensor) -> tuple[float, float, t
     return on_gpu, whole, (ordering, max(whole - max(on_gpu, ordering), 0.0))
 
 
-def ways(own: torch.Tensor, theirs: torch.Tensor) -> dict[str, Callable[[Region, Region], None]]:
+Order = Callable[[Region, Region], None]
+
+
+def ways(own: torch.Tensor, theirs: torch.Tensor) -> dict[str, Order]:
     """How blocks are copied, by name: on the current stream, which the copies are behind, and they ahead of it."""
     if not own.is_cuda:
         return {}
-    others = [torch.cuda.Stream(own.device) for _ in range(7)]
     flat, flat_there = own.view(-1), theirs.view(-1)
 
-    def engine(num_streams: int, least: int, flags: int, call: str) -> Callable[[Region, Region], None]:
+    def pushed(target: Region, source: Region) -> None:
+        for (here, size), there in zip(*(side.tolist() for side in joined_runs(target, source)), strict=True):
+            own_part, their_part = here - target.base, there[0] - source.base
+            flat[own_part : own_part + size].copy_(flat_there[their_part : their_part + size], non_blocking=True)
+
+    return {"by torch, by the other GPU": pushed, **engines(own.device), **kernels(own)}
+
+
+def engines(device: torch.device) -> dict[str, Order]:
+    """By copy engines: runs as they are or cut, on one stream or several, in one call a stream or one a run."""
+    others = [torch.cuda.Stream(device) for _ in range(7)]
+
+    def engine(num_streams: int, most: int, flags: int, call: str) -> Order:
         def order(target: Region, source: Region) -> None:
             driver._BESIDE_KERNELS = flags
-            to, of = (cut(side, least) for side in joined_runs(target, source))
+            to, of = (cut(side, most) for side in joined_runs(target, source))
             streams = [torch.cuda.current_stream(), *others[: num_streams - 1]]
             for number, stream in enumerate(streams):
                 part = slice(number, None, num_streams)
@@ -196,22 +210,28 @@ def ways(own: torch.Tensor, theirs: torch.Tensor) -> dict[str, Callable[[Region,
                 if call == "batch":
                     driver.copy_batch(to[part, 0], of[part, 0], to[part, 1], stream.cuda_stream)
                 else:
-                    for here, there, size in zip(to[part, 0].tolist(), of[part, 0].tolist(), to[part, 1].tolist()):
-                        arguments = map(ctypes.c_uint64, (here, there, size, stream.cuda_stream))
-                        driver.call("cuMemcpyAsync", *arguments)
+                    for run in zip(to[part, 0].tolist(), of[part, 0].tolist(), to[part, 1].tolist(), strict=True):
+                        driver.call("cuMemcpyAsync", *map(ctypes.c_uint64, (*run, stream.cuda_stream)))
                 if number:
                     streams[0].wait_stream(stream)
 
         return order
 
-    def pushed(target: Region, source: Region) -> None:
-        for (here, size), there in zip(
-            joined_runs(target, source)[0].tolist(), joined_runs(target, source)[1].tolist()
-        ):
-            own_part, their_part = here - target.base, there[0] - source.base
-            flat[own_part : own_part + size].copy_(flat_there[their_part : their_part + size], non_blocking=True)
+    found = {}
+    for streams in (1, 2, 4, 8):
+        found[f"batch, {streams} streams"] = engine(streams, 1 << 60, 1, "batch")
+    for streams, most in ((1, 4 << 20), (4, 4 << 20), (4, 1 << 20), (4, 256 << 10)):
+        found[f"batch, {streams} streams, {most >> 10} KiB"] = engine(streams, most, 1, "batch")
+    for streams in (1, 4):
+        found[f"batch, {streams} streams, no hint"] = engine(streams, 1 << 60, 0, "batch")
+        found[f"copies, {streams} streams"] = engine(streams, 1 << 60, 0, "each")
+    return found
 
-    def kernel(copy: Callable[..., None], **options: int) -> Callable[[Region, Region], None]:
+
+def kernels(own: torch.Tensor) -> dict[str, Order]:
+    """By kernels of several shapes."""
+
+    def kernel(copy: Callable[..., None], **options: int) -> Order:
         def order(target: Region, source: Region) -> None:
             parts = target.num_pages
             blocks = np.array([target.blocks, source.blocks], np.int64)
@@ -220,28 +240,20 @@ def ways(own: torch.Tensor, theirs: torch.Tensor) -> dict[str, Callable[[Region,
 
         return order
 
-    def plain(programs: int, block: int, warps: int) -> Callable[[Region, Region], None]:
+    def plain(programs: int, block: int, warps: int) -> Order:
         def order(target: Region, source: Region) -> None:
             copy_blocks_gpu._PROGRAMS, copy_blocks_gpu._BLOCK, copy_blocks_gpu._WARPS = programs, block, warps
             kernel(copy_blocks_gpu.copy_blocks)(target, source)
 
         return order
 
-    found: dict[str, Callable[[Region, Region], None]] = {"by torch, by the other GPU": pushed}
-    for streams in (1, 2, 4, 8):
-        found[f"batch, {streams} streams"] = engine(streams, 1 << 60, 1, "batch")
-    for streams, least in ((1, 4 << 20), (4, 4 << 20), (4, 1 << 20), (4, 256 << 10)):
-        found[f"batch, {streams} streams, {least >> 10} KiB"] = engine(streams, least, 1, "batch")
-    for streams in (1, 4):
-        found[f"batch, {streams} streams, no hint"] = engine(streams, 1 << 60, 0, "batch")
-        found[f"copies, {streams} streams"] = engine(streams, 1 << 60, 0, "each")
+    found = {}
     shapes = ((256, 2048, 8), (132, 2048, 8), (528, 2048, 8), (1056, 1024, 4), (256, 4096, 8), (528, 4096, 16))
     for programs, block, warps in shapes:
         found[f"kernel, {programs} of {block}, {warps} warps"] = plain(programs, block, warps)
     for chunk, stages, programs in _BULKS:
         options = {"chunk": chunk << 10, "stages": stages, "programs": programs}
-        name = f"bulk, {programs} of {stages} x {chunk} KiB"
-        found[name] = kernel(copy_blocks_bulk.copy_blocks, **options)
+        found[f"bulk, {programs} of {stages} x {chunk} KiB"] = kernel(copy_blocks_bulk.copy_blocks, **options)
     return found
 
 

@@ -43,6 +43,7 @@ from octavo.ops import sampling as sample
 from octavo.ops.activation.gpu import gated_activation
 from octavo.ops.attention import decode, paged_plan
 from octavo.ops.backward.attention import tiles_for
+from octavo.ops.cache_write import copy_blocks_bulk
 from octavo.ops.flex.mask_rows import Kind, Reach
 from octavo.ops.gemm import cluster_gemm
 from octavo.ops.gemm.gpu import linear, tile_for
@@ -80,6 +81,13 @@ def _copy() -> None:
     for pages in ((3, 3), (3, 1), (1, 3)):
         gpu_rig.check_copy_blocks("cuda", pages, 40_000)
     gpu_rig.check_copy_blocks("cuda", (2, 1), 33)
+
+
+def _bulk() -> None:
+    """Less than a copy moves, and more than a ring holds."""
+    for part in (16, 40_000, 3 << 17):
+        for pages in ((3, 3), (3, 1), (1, 3)):
+            gpu_rig.check_copy_blocks("cuda", pages, part, copy_blocks_bulk)
 
 
 def _inputs() -> None:
@@ -254,6 +262,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "rope and store": (_rope, ("rope.gpu._qk_norm_rope_store",)),
     "zeroed blocks": (_zero, ("cache_write.zero_blocks_gpu._zero",)),
     "a peer's blocks": (_copy, ("cache_write.copy_blocks_gpu._copy_blocks",)),
+    "a peer's blocks, in bulk": (_bulk, ("cache_write.copy_blocks.copy_blocks",)),
     "inputs": (
         _inputs,
         ("inputs.gpu._gather", "inputs.gpu._commit", "inputs.gpu._commit_runs", "inputs.draft_passes_gpu._lay_out"),
