@@ -438,22 +438,26 @@ def recorded_launches() -> Iterator[set[str]]:
     from octavo.ops.compile import driver
     from octavo.ops.compile.launch import Direct
 
-    seen, run, launch = set(), JITFunction.run, driver.launch_chained
+    seen, run = set(), JITFunction.run
 
     def recorded(self, *args, **options):
         seen.add(f"{self.fn.__module__}.{self.fn.__name__}".removeprefix("octavo.ops."))
         return run(self, *args, **options)
 
-    def recorded_chained(function, *args):
-        name = ctypes.c_char_p()
-        driver.call("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(function))
-        seen.update(full for full in cuda_kernels() if full.endswith(f".{name.value.decode()}"))
-        launch(function, *args)
+    def noted(launch):
+        def noting(function, *args):
+            name = ctypes.c_char_p()
+            driver.call("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(function))
+            seen.update(full for full in cuda_kernels() if full.endswith(f".{name.value.decode()}"))
+            launch(function, *args)
+
+        return noting
 
     with (
         mock.patch.object(JITFunction, "run", recorded),
         mock.patch.object(Direct, "__getitem__", _by_triton),
-        mock.patch.object(driver, "launch_chained", recorded_chained),
+        mock.patch.object(driver, "launch", noted(driver.launch)),
+        mock.patch.object(driver, "launch_chained", noted(driver.launch_chained)),
     ):
         yield seen
 
