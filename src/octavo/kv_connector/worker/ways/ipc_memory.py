@@ -96,9 +96,10 @@ class DeviceMemory:
         mapped.close_handle(address)
 
     def copy(self, own: torch.Tensor, target: Region, source: Region, begun: Callable[[], object]) -> None:
-        """See Memory. By a kernel: a copy engine takes as long for runs of 16 MiB, and longer for shorter ones."""
+        """See Memory. By a kernel: copy engines take as long for runs of 16 MiB, and longer for all shorter ones."""
         with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             done = torch.cuda.Event()
+            self._stream.query()  # a thread has no context of the driver's before torch has asked something in it
             try:
                 self._order(own, target, source)
                 done.record(self._stream)
