@@ -58,6 +58,13 @@ def _allocation(address: int) -> tuple[int, int]:
     return first.value, size.value
 
 
+def prepare(device: torch.device) -> None:
+    """Have the kernel ready that copies blocks, if it need not be compiled for each kind of them."""
+    from octavo.ops.cache_write import copy_blocks_bulk  # needs Triton
+
+    copy_blocks_bulk.is_there(device)
+
+
 def copy_blocks(
     own: torch.Tensor,
     address: int,

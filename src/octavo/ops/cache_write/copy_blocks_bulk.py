@@ -57,11 +57,12 @@ def _load(device: torch.device, chunk: int, stages: int) -> int:
 def serves(own: torch.Tensor, address: int, strides: tuple[tuple[int, int], tuple[int, int]], part_bytes: int) -> bool:
     """Whether bulk copies can move these parts: a GPU has them, and the kernel was found."""
     numbers = (address, own.data_ptr(), part_bytes, *strides[0], *strides[1])
-    return all(number % _UNIT == 0 for number in numbers) and _is_there(own.device)
+    return all(number % _UNIT == 0 for number in numbers) and is_there(own.device)
 
 
 @functools.cache
-def _is_there(device: torch.device) -> bool:
+def is_there(device: torch.device) -> bool:
+    """Whether a device has the kernel: it is compiled, or found, and loaded now. In a thread with its context."""
     if not is_hopper(device):
         return False
     try:

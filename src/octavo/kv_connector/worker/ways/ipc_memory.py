@@ -78,6 +78,9 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         """device: where copies go to, and what is shared lies."""
         self._device, self._stream = device, torch.cuda.Stream(device)
+        with torch.cuda.device(device):
+            self._stream.query()
+            mapped.prepare(device)
 
     def share(self, tensor: torch.Tensor) -> Shared:
         """See Memory."""
