@@ -108,18 +108,30 @@ class Marks:
         print(f"here, ms: {told}, ended {seconds * 1e3:.2f}", file=sys.stderr)
 
 
-def log_loads(side: str) -> None:
-    """What loads say of themselves goes to stderr."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"{side}: %(message)s"))
-    log = logging.getLogger("octavo.kv_connector.worker")
-    log.setLevel(logging.DEBUG)
-    log.addHandler(handler)
-    log.propagate = False
+class Kept(logging.Handler):
+    """What loads say of themselves, until it is told: they take longer to write it."""
+
+    def __init__(self) -> None:
+        """From now on."""
+        super().__init__()
+        self._found: list[str] = []
+        log = logging.getLogger("octavo.kv_connector.worker")
+        log.setLevel(logging.DEBUG)
+        log.addHandler(self)
+        log.propagate = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Of a load."""
+        self._found.append(record.getMessage())
+
+    def tell(self, side: str) -> None:
+        """On stderr."""
+        for line in self._found:
+            print(f"{side}: {line}", file=sys.stderr, flush=True)
 
 
-def hits(folder: str, length: int, prompts: Sequence[list[int]], pause: float) -> None:
-    """Say how long the first token of a prompt takes that is in the cache."""
+def hits(folder: str, length: int, prompts: Sequence[list[int]], pause: float) -> dict[str, float]:
+    """How long the first token of a prompt takes that is in the cache, at once and after a pause."""
     with LLM(**{**fields_of(folder, length, "", ""), "enable_prefix_caching": True}) as llm:
         found: dict[float, list[float]] = {0.0: [], pause: []}
         for prompt in prompts:
@@ -127,8 +139,7 @@ def hits(folder: str, length: int, prompts: Sequence[list[int]], pause: float) -
             for seconds, own in found.items():
                 time.sleep(seconds)
                 own.append(first_token(llm, prompt, None).seconds)
-    told = ", ".join(f"{statistics.median(own[1:]) * 1e3:.2f} after {at:.3f} s" for at, own in found.items())
-    print(f"a hit, ms: {told}", file=sys.stderr)
+    return {"at_once_s": statistics.median(found[0.0][1:]), "after_pause_s": statistics.median(found[pause][1:])}
 
 
 def serve(fields: dict[str, Any]) -> None:
@@ -221,10 +232,11 @@ def main() -> int:
     parser.add_argument("--hits", action="store_true", help="measure hits of the engine's own cache, too")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.marks:
-        log_loads("there" if options.serve else "here")
+    kept = Kept() if options.marks else None
     if options.serve:
         serve(json.loads(options.serve))
+        if kept:
+            kept.tell("there")
         return 0
     rng, vocab = random.Random(1), SHAPES[options.shape]["vocab_size"]
     prompts = [[rng.randrange(vocab) for _ in range(options.length)] for _ in range(_REPEATS + 1)]
@@ -235,16 +247,18 @@ def main() -> int:
             alone = [first_token(llm, prompt, None) for prompt in prompts]
             found["alone_s"] = middle(alone)
         if options.hits:
-            hits(folder, options.length, prompts, found["alone_s"])
+            found["a hit"] = hits(folder, options.length, prompts, found["alone_s"])
         for way in options.ways:
             try:
                 found[way] = measure(folder, options.length, way, prompts, alone, marks=options.marks)
             except (ValueError, RuntimeError, AssertionError, OSError) as error:  # the others are measured, and told
                 print(f"{way}: {type(error).__name__}: {error}", file=sys.stderr)
+    if kept:
+        kept.tell("here")
     print(
         f"{options.shape}, prompts of {options.length}: alone {found['alone_s']:.4f} s, link {found['link_gb_s']:.1f}"
     )
-    for way in options.ways:
+    for way in ("a hit", *options.ways):
         for key, value in found.get(way, {}).items():
             print(f"  {way:12} {key:16} {value:12.4f}")
     print(json.dumps({"shape": options.shape, "length": options.length, "results": found}))

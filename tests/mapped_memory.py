@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -34,7 +35,8 @@ class MappedMemory:
     def close(self, address: int) -> None:
         self.open_ones.remove(address)
 
-    def copy(self, own: torch.Tensor, target: Region, source: Region) -> None:
+    def copy(self, own: torch.Tensor, target: Region, source: Region, begun: Callable[[], object]) -> None:
+        begun()
         for (to, size), (of, same) in zip(*(side.tolist() for side in joined_runs(target, source)), strict=True):
             assert size == same
             assert own.data_ptr() <= to <= to + size <= own.data_ptr() + own.nbytes

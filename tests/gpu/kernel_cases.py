@@ -43,6 +43,7 @@ from octavo.ops import sampling as sample
 from octavo.ops.activation.gpu import gated_activation
 from octavo.ops.attention import decode, paged_plan
 from octavo.ops.backward.attention import tiles_for
+from octavo.ops.cache_write import copy_blocks_bulk
 from octavo.ops.flex.mask_rows import Kind, Reach
 from octavo.ops.gemm import cluster_gemm
 from octavo.ops.gemm.gpu import linear, tile_for
@@ -80,6 +81,13 @@ def _copy() -> None:
     for pages in ((3, 3), (3, 1), (1, 3)):
         gpu_rig.check_copy_blocks("cuda", pages, 40_000)
     gpu_rig.check_copy_blocks("cuda", (2, 1), 33)
+
+
+def _bulk() -> None:
+    """Less than a copy moves, and more than a ring holds."""
+    for part in (16, 40_000, 3 << 17):
+        for pages in ((3, 3), (3, 1), (1, 3)):
+            gpu_rig.check_copy_blocks("cuda", pages, part, copy_blocks_bulk)
 
 
 def _inputs() -> None:
@@ -254,6 +262,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "rope and store": (_rope, ("rope.gpu._qk_norm_rope_store",)),
     "zeroed blocks": (_zero, ("cache_write.zero_blocks_gpu._zero",)),
     "a peer's blocks": (_copy, ("cache_write.copy_blocks_gpu._copy_blocks",)),
+    "a peer's blocks, in bulk": (_bulk, ("cache_write.copy_blocks.copy_blocks",)),
     "inputs": (
         _inputs,
         ("inputs.gpu._gather", "inputs.gpu._commit", "inputs.gpu._commit_runs", "inputs.draft_passes_gpu._lay_out"),
@@ -433,22 +442,26 @@ def recorded_launches() -> Iterator[set[str]]:
     from octavo.ops.compile import driver
     from octavo.ops.compile.launch import Direct
 
-    seen, run, launch = set(), JITFunction.run, driver.launch_chained
+    seen, run = set(), JITFunction.run
 
     def recorded(self, *args, **options):
         seen.add(f"{self.fn.__module__}.{self.fn.__name__}".removeprefix("octavo.ops."))
         return run(self, *args, **options)
 
-    def recorded_chained(function, *args):
-        name = ctypes.c_char_p()
-        driver.call("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(function))
-        seen.update(full for full in cuda_kernels() if full.endswith(f".{name.value.decode()}"))
-        launch(function, *args)
+    def noted(launch):
+        def noting(function, *args):
+            name = ctypes.c_char_p()
+            driver.call("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(function))
+            seen.update(full for full in cuda_kernels() if full.endswith(f".{name.value.decode()}"))
+            launch(function, *args)
+
+        return noting
 
     with (
         mock.patch.object(JITFunction, "run", recorded),
         mock.patch.object(Direct, "__getitem__", _by_triton),
-        mock.patch.object(driver, "launch_chained", recorded_chained),
+        mock.patch.object(driver, "launch", noted(driver.launch)),
+        mock.patch.object(driver, "launch_chained", noted(driver.launch_chained)),
     ):
         yield seen
 

@@ -25,9 +25,8 @@ from octavo.kv_connector.orders import Order
 from octavo.kv_connector.worker import cache_bytes
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Mover
-from octavo.kv_connector.worker.ways import ipc_memory
-from octavo.ops import mapped
 from octavo.ops.arrivals import make_gates
+from octavo.ops.cache_write import copy_blocks_bulk, copy_blocks_gpu
 from octavo.ops.copying import can_copy_pieces
 from peer_engine import peer
 from test_p2p import LONG, PARAMS, PROMPTS, WAYS, bits, need_library, p2p, until_idle, with_transfer
@@ -68,19 +67,21 @@ def test_P_4_D_2_blocks_of_another_gpu_give_one_engines_bits(backend: str, layou
         assert stats.num_loaded_tokens and not stats.num_load_failures
 
 
-@pytest.mark.parametrize(("theirs", "ours", "how"), [("LBNHC", "LBNHC", "copy engine"), ("LBNHC", "BLNHC", "kernel")])
+@pytest.mark.parametrize(("theirs", "ours", "how"), [("LBNHC", "LBNHC", "bulk copies"), ("LBNHC", "BLNHC", "Triton")])
 def test_P_4_D_2_memory_of_another_process_is_mapped_and_copied_from(
     theirs: str, ours: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one GPU, as between two; and by rows, into blocks of another size."""
-    monkeypatch.setattr(ipc_memory, "_LEAST_RUN", 1 if how == "copy engine" else 1 << 40)
-    batches, copy_runs = list[int](), mapped.copy_runs
+    kernel = copy_blocks_bulk if how == "bulk copies" else copy_blocks_gpu
+    if kernel is copy_blocks_gpu:
+        monkeypatch.setattr(copy_blocks_bulk, "serves", lambda *args: False)
+    copied, copy = list[int](), kernel.copy_blocks
 
     def noted(*args: Any) -> None:
-        copy_runs(*args)  # who fails here is not noted
-        batches.append(len(args[0]))
+        copy(*args)  # who fails here is not noted
+        copied.append(args[2].shape[1])
 
-    monkeypatch.setattr(mapped, "copy_runs", noted)
+    monkeypatch.setattr(kernel, "copy_blocks", noted)
     expected = computed_alone("LBNHC", long=True)
     sizes = (16, 32) if (theirs, ours) == ("LBNHC", "LBNHC") else (16,)
     with peer(
@@ -89,7 +90,7 @@ def test_P_4_D_2_memory_of_another_process_is_mapped_and_copied_from(
         for size in sizes:
             fields = {**FIELDS, "block_size": size, "kv_cache_layout": ours}
             with LLM(**fields, kv_transfer_config=config("kv_consumer", "ipc")) as llm:
-                batches.clear()
+                copied.clear()
                 for _ in range(2):
                     told = other.prefill(LONG)
                     assert bits(llm.generate(LONG, [with_transfer(PARAMS, each) for each in told])) == expected
@@ -97,7 +98,7 @@ def test_P_4_D_2_memory_of_another_process_is_mapped_and_copied_from(
                     assert llm.reset_prefix_cache()
                 stats = llm.engine.scheduler.stats()
                 assert stats.num_loaded_tokens and not stats.num_load_failures
-                assert bool(batches) == (how == "copy engine" and mapped.copies_in_batches())
+                assert copied or (how == "bulk copies" and torch.cuda.get_device_capability()[0] != 9)
 
 
 def test_P_3_one_gpu_for_both_sides_is_a_failed_load_and_is_recomputed() -> None:

@@ -20,6 +20,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "max_load_tokens": (-1, 1.5, 10**30),
     "do_remote_prefill": ("yes", 1),
     "remote_addresses": ("x", [["h"]], [["h", 0]], [["h", 65536]], [[1, 1]], {"h": 1}),
+    "remote_offer": (1, True, ["x"], "a" * 100_000),
+    "remote_block_ids": ("x", [1], [["h"]], [[-1]], [[1 << 40]], [[1.5]], {"h": 1}, [[1] * 2000, [1] * 49]),
     "prompts": ("x", {"a": 1}, [1], [None]),
 }
 

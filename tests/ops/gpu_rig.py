@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -324,7 +325,7 @@ def check_zero_blocks(device: str, pages: int, num_blocks: int, size: int, ids: 
     assert torch.equal(data, expected)
 
 
-def check_copy_blocks(device: str, pages: tuple[int, int], part: int) -> None:
+def check_copy_blocks(device: str, pages: tuple[int, int], part: int, kernel: Any = gpu_copy) -> None:
     """Blocks of one cache into another's, whose pages lie together (1 of them) or apart; no other byte changes."""
     parts, counts, offset = max(pages), (9, 7), 16
     generator = torch.Generator().manual_seed(part)
@@ -341,7 +342,7 @@ def check_copy_blocks(device: str, pages: tuple[int, int], part: int) -> None:
         (part * (count if page == parts else 1), part if page == parts else part * parts)
         for page, count in zip(pages, counts, strict=True)
     ]
-    gpu_copy.copy_blocks(own, beside.data_ptr() + offset, blocks, (strides[0], strides[1]), parts, part)
+    kernel.copy_blocks(own, beside.data_ptr() + offset, blocks, (strides[0], strides[1]), parts, part)
     assert torch.equal(own, expected)
 
 

@@ -1,4 +1,7 @@
-"""Copies over the bus in one call: what the driver is told, of either version, and what becomes of one without it."""
+"""Copies over the bus in one call: what the driver is told, of either version, and what becomes of one without it.
+
+And of blocks out of another GPU's memory: what their kernel is told, and what it keeps where.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from octavo.ops import copying
-from octavo.ops.compile import driver
+from octavo.ops.cache_write import copy_blocks_bulk
+from octavo.ops.compile import driver, nvrtc
 
 ARRAYS = [np.array(values, np.uint64) for values in ([1 << 40, 2], [3, 4])]
 
@@ -57,3 +63,51 @@ def test_a_driver_that_is_older_or_refuses_is_not_asked_again(monkeypatch: pytes
     monkeypatch.setattr(driver, "_library", lambda: _Driver("cuMemcpyBatchAsync", status=801))
     with pytest.raises(driver.DriverError, match="cuMemcpyBatchAsync failed with 801"):
         copying.copy_pieces(*ARRAYS, 96, 5)
+
+
+def test_a_launch_of_bulk_copies_says_which_blocks_go_where(monkeypatch):
+    """As the kernel reads it; of more blocks than a launch names there are several."""
+    own, theirs = torch.zeros((3, 500, 32), dtype=torch.uint8), torch.randint(256, (3, 600, 32), dtype=torch.uint8)
+    launches = []
+
+    def launch(function, grid, threads, shared, stream, places) -> None:
+        said = ctypes.cast(places[0], ctypes.POINTER(copy_blocks_bulk._Params)).contents
+        sizes = [ctypes.sizeof(field[1]) for field in said._fields_]
+        assert [places[0] + offset for offset in (0, 24, 48, 56, 60, 64)] == list(places) and sum(sizes) < 4096
+        here, there = np.ctypeslib.as_array(said.blocks).reshape(2, -1)[:, : said.count].tolist()
+        for part in range(said.parts):
+            for to, of in zip(here, there, strict=True):
+                target, source = (
+                    side.base + part * side.part + block * side.block
+                    for side, block in ((said.own, to), (said.theirs, of))
+                )
+                ctypes.memmove(target, source, said.part_bytes)
+        launches.append((said.count, grid, shared))
+
+    monkeypatch.setattr(copy_blocks_bulk, "_load", lambda *args: 1)
+    monkeypatch.setattr(driver, "launch", launch)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=5))
+    blocks = np.stack([np.random.default_rng(1).permutation(count)[:450] for count in (500, 600)])
+    strides = (500 * 32, 32), (600 * 32, 32)
+    copy_blocks_bulk.copy_blocks(own, theirs.data_ptr(), blocks, strides, 3, 32)
+    assert (
+        torch.equal(own[:, blocks[0]], theirs[:, blocks[1]]) and not own[:, np.delete(np.arange(500), blocks[0])].any()
+    )
+    assert [count for count, _, _ in launches] == [224, 224, 2]
+    assert {rest for _, *rest in map(tuple, launches) for rest in [tuple(rest)]} == {
+        ((copy_blocks_bulk.PROGRAMS, 1, 1), copy_blocks_bulk.CHUNK * copy_blocks_bulk.STAGES)
+    }
+    assert not copy_blocks_bulk.serves(own, theirs.data_ptr(), strides, 32), "a CPU has no such kernel"
+    assert not copy_blocks_bulk.serves(own, theirs.data_ptr() + 8, strides, 32)
+
+
+def test_the_kernel_of_bulk_copies_keeps_all_in_registers():
+    try:
+        nvrtc._library()
+    except nvrtc.CompileError:
+        pytest.skip("needs the compiler that comes with torch's CUDA packages")
+    told = nvrtc.compile_told(
+        *copy_blocks_bulk.text(copy_blocks_bulk.CHUNK, copy_blocks_bulk.STAGES), "--ptxas-options=-v"
+    )[1]
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in told
+    assert copy_blocks_bulk.CHUNK * copy_blocks_bulk.STAGES + 1024 <= 232448, "of an H200's processor"

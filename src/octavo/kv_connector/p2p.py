@@ -13,12 +13,12 @@ import hashlib
 import importlib.util
 import ipaddress
 import logging
+import struct
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import numpy as np
 
 from octavo.cache.groups import CacheGroup
 from octavo.cache.policies import make_policies
@@ -28,6 +28,7 @@ from octavo.kv_connector.orders import EngineSide, Order, Orders
 from octavo.kv_connector.peers import NIXL
 from octavo.kv_connector.peers.offers import Wanted
 from octavo.request.request import FinishReason, Request
+from octavo.request.transfer_params import MAX_BLOCKS
 
 if TYPE_CHECKING:
     from octavo.kv_connector.worker import WorkerConnector
@@ -63,6 +64,7 @@ class P2P:
             limit = "is told to peers, who cannot reach that"
             raise refuse("kv_ip", transfer.kv_ip, limit, "give the address at which they reach this machine")
         self._backend = extra.choice("backend", "gloo", ("gloo", "nccl", "ipc"))
+        self._names_blocks = self._backend == "ipc"
         self._transfer, self._num_threads = transfer, extra.number("num_threads", 2, 1, 64)
 
     def secret(self) -> bytes:
@@ -71,7 +73,7 @@ class P2P:
 
     def scheduler_half(self, engine: EngineSide) -> Connector:
         """See Kind."""
-        return _P2PConnector(engine)
+        return _P2PConnector(engine, names_blocks=self._names_blocks)
 
     def worker_half(self, cache: CacheBytes, identity: str) -> WorkerConnector:
         """See Kind."""
@@ -132,6 +134,7 @@ class Nixl(P2P):
         super().__init__(transfer)
         extra = Extra(transfer.extra)
         self._pushes = extra.choice("transfer_mode", "pull", ("pull", "push")) == "push"
+        self._names_blocks = not self._pushes
         backends = extra.names("backends", ("UCX",))
         if backends != ["UCX"]:
             limit = "must be ['UCX']: that no byte comes late, once a transfer was given up, is known of UCX alone"
@@ -154,13 +157,20 @@ def asked_of(request: Request) -> Mapping[str, Any]:
 class _P2PConnector(SilentConnector):
     """See Connector."""
 
-    def __init__(self, engine: EngineSide) -> None:
+    def __init__(self, engine: EngineSide, *, names_blocks: bool) -> None:
+        """names_blocks: who reads the cache's memory is told what to read, and begins before it is answered."""
         self._transfer, self._groups = engine.transfer, engine.groups
+        # a block of another kind may still change behind the last token of an offer
+        self._names_blocks = names_blocks and all(
+            each.is_attention and each.tokens_per_state == 1 for each in self._groups
+        )
         self._policies = make_policies(engine.groups)
         self.offers = engine.transfer.produces
         self._ask, self._orders = engine.ask, Orders(engine.ask)
         self._addresses: list[tuple[str, int]] = engine.ask("address") if engine.transfer.produces else []
-        self._offered: dict[str, str] = {}  # request that has ended -> its transfer id
+        self._offered: dict[
+            str, tuple[str, str]
+        ] = {}  # request that has ended -> its transfer id, and its offer's name
         self._open: set[str] = set()  # transfer ids on offer
         self._by_order: dict[int, str] = {}
         self._early = collections.OrderedDict[str, None]()  # transfer ids that were released, and are not on offer yet
@@ -205,6 +215,8 @@ class _P2PConnector(SilentConnector):
             fetch=f"{self._transfer.engine_id} {load.number}",
             addresses=_addresses(asked),
             engine_id=str(asked.get("remote_engine_id") or ""),
+            offer=str(asked.get("remote_offer") or ""),
+            blocks=_named(asked, places),
         )
         self._fetches[load.number] = wanted
         self._orders.begin(_order(load, blocks, wanted, is_load=True))
@@ -257,7 +269,8 @@ class _P2PConnector(SilentConnector):
         if transfer_id in self._open:
             _LOG.warning("request %s: its transfer_id is on offer already, so it is not offered", request.request_id)
             return None
-        self._offered[request.request_id] = transfer_id
+        name = uuid.uuid4().hex
+        self._offered[request.request_id] = transfer_id, name
         self._open.add(transfer_id)
         host, port = self._addresses[0]
         told = {
@@ -270,11 +283,18 @@ class _P2PConnector(SilentConnector):
             "remote_port": port,
             "remote_num_tokens": min(request.num_computed, request.num_tokens),
         }
-        return told if len(self._addresses) == 1 else {**told, _ADDRESSES: self._addresses}
+        if len(self._addresses) > 1:
+            return {**told, _ADDRESSES: self._addresses}
+        tables = [
+            list(table[: group.num_blocks(save.end)]) for group, table in zip(self._groups, save.blocks, strict=True)
+        ]
+        if self._names_blocks and sum(map(len, tables)) <= MAX_BLOCKS:
+            told |= {"remote_block_ids": tables, "remote_offer": name}
+        return told
 
     def finished(self, save: Transfer) -> bool:
         """See Connector."""
-        transfer_id = self._offered.pop(save.request.request_id, "")
+        transfer_id, name = self._offered.pop(save.request.request_id, ("", ""))
         if not transfer_id:
             return False
         if transfer_id in self._early:
@@ -284,7 +304,9 @@ class _P2PConnector(SilentConnector):
         blocks, places = _moving(save, self._groups)
         self._by_order[save.number] = transfer_id
         digest, version = _digest(save), save.version
-        wanted = Wanted(transfer_id=transfer_id, digest=digest, version=version, places=places, end=save.end)
+        wanted = Wanted(
+            transfer_id=transfer_id, digest=digest, version=version, places=places, end=save.end, offer=name
+        )
         self._orders.begin(_order(save, blocks, wanted, is_load=False))
         return True
 
@@ -336,6 +358,16 @@ def _addresses(asked: Mapping[str, Any]) -> list[tuple[str, int]]:
         return []
 
 
+def _named(asked: Mapping[str, Any], places: Sequence[tuple[int, int]]) -> list[int]:
+    """Which blocks of the other engine stand at these places, as the offer says; empty: it does not say so of all."""
+    try:
+        tables = msgspec.convert(asked.get("remote_block_ids") or [], list[list[int]])
+        blocks = [tables[group][place] for group, place in places]
+    except (ValueError, IndexError):
+        return []
+    return blocks if asked.get("remote_offer") and all(blocks) else []
+
+
 def _moving(transfer: Transfer, groups: Sequence[CacheGroup]) -> tuple[list[int], list[tuple[int, int]]]:
     """The blocks of a transfer, the last one of each group perhaps not full, and where they stand."""
     blocks: list[int] = []
@@ -351,7 +383,8 @@ def _moving(transfer: Transfer, groups: Sequence[CacheGroup]) -> tuple[list[int]
 def _digest(transfer: Transfer) -> bytes:
     """Of what the blocks up to the transfer's end were computed from, in one model."""
     request = transfer.request
-    digest = hashlib.blake2b(np.array(request.tokens[: transfer.end], "<i8").tobytes(), digest_size=16)
+    tokens = request.tokens[: transfer.end]
+    digest = hashlib.blake2b(struct.pack(f"<{len(tokens)}q", *tokens), digest_size=16)
     digest.update(f"{request.cache_salt}\0{transfer.version}".encode())
     return digest.digest()
 

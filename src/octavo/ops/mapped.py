@@ -58,14 +58,11 @@ def _allocation(address: int) -> tuple[int, int]:
     return first.value, size.value
 
 
-def copies_in_batches() -> bool:
-    """Whether the driver takes many copies in one call."""
-    return driver.copies_in_batches()
+def prepare(device: torch.device) -> None:
+    """Have the kernel ready that copies blocks, if it need not be compiled for each kind of them."""
+    from octavo.ops.cache_write import copy_blocks_bulk  # needs Triton
 
-
-def copy_runs(targets: NDArray[np.uint64], sources: NDArray[np.uint64], sizes: NDArray[np.uint64], stream: int) -> None:
-    """Order copies by a copy engine, in one call that does not wait for them. stream: CUDA's. Raises DriverError."""
-    driver.copy_batch(targets, sources, sizes, stream)
+    copy_blocks_bulk.is_there(device)
 
 
 def copy_blocks(
@@ -81,6 +78,7 @@ def copy_blocks(
     own: uint8, contiguous. blocks: [2, count]: here, and there. strides: bytes from one part to the next, and from one
     block to the next; here, and there.
     """
-    from octavo.ops.cache_write import copy_blocks_gpu  # needs Triton
+    from octavo.ops.cache_write import copy_blocks_bulk, copy_blocks_gpu  # needs Triton
 
-    copy_blocks_gpu.copy_blocks(own, address, blocks, strides, num_parts, part_bytes)
+    kernel = copy_blocks_bulk if copy_blocks_bulk.serves(own, address, strides, part_bytes) else copy_blocks_gpu
+    kernel.copy_blocks(own, address, blocks, strides, num_parts, part_bytes)

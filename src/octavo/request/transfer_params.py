@@ -19,8 +19,10 @@ EACH = "prompts"  # of a request with several prompts: what is said of each, bes
 _MAX_TEXT = 512  # characters
 _MAX_COUNT = (1 << 31) - 1
 _MAX_ADDRESSES = 1024
+MAX_BLOCKS = 2048  # that are named, of all cache groups together
 _MEANT = ("do_remote_prefill", "do_remote_decode")
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+_Block = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
 _KINDS: dict[str, tuple[type, str]] = {
     "max_load_tokens": (int, "a whole number of at least 0"),
     "max_offload_tokens": (int, "a whole number of at least 0"),
@@ -32,6 +34,7 @@ _KINDS: dict[str, tuple[type, str]] = {
     "remote_engine_id": (str, f"a text of 1 to {_MAX_TEXT} characters"),
     "remote_request_id": (str, f"a text of 1 to {_MAX_TEXT} characters"),
     "remote_host": (str, f"a text of 1 to {_MAX_TEXT} characters"),
+    "remote_offer": (str, f"a text of 1 to {_MAX_TEXT} characters"),
 }
 
 
@@ -63,6 +66,13 @@ def _check_one(said: Mapping[str, Any], label: str, max_tokens: int) -> None:
     except ValueError:
         wanted = f"must be a list of at most {_MAX_ADDRESSES} pairs of a host and a port"
         raise ParameterError(f"{label}.remote_addresses", wanted, "invalid_type") from None
+    try:
+        tables = msgspec.convert(said.get("remote_block_ids") or [], list[list[_Block]])
+        if sum(map(len, tables)) > MAX_BLOCKS:
+            raise ValueError
+    except ValueError:
+        wanted = f"must be lists, one for each cache group, of at most {MAX_BLOCKS} numbers of blocks"
+        raise ParameterError(f"{label}.remote_block_ids", wanted, "invalid_type") from None
     size = len(msgspec.msgpack.encode({name: value for name, value in said.items() if name != EACH}))
     if size > MAX_EXTRA_BYTES:
         raise ParameterError(label, f"must encode to at most {MAX_EXTRA_BYTES} bytes, got {size}")

@@ -13,7 +13,9 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     version: str = ""  # of the weights, as it is told
     places: list[tuple[int, int]]  # of each block: its cache group and its place in a request's list
     end: int  # behind the last token
+    offer: str = ""  # its own name, which no other offer ever has; empty: of a load, that is not known
     # of a load
+    blocks: list[int] = []  # which they are there, as the offer said; empty: it did not
     position: int = 0  # of the token that is computed next
     fetch: str = ""  # its name, the same for all ranks
     addresses: list[tuple[str, int]] = []  # where the ranks of the other engine are

@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import socket
 import threading
+import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import NamedTuple
 
@@ -115,23 +116,18 @@ class Fetches:
             return pairs.pop(fitting[-1]) if fitting else None
 
     def _fetch(self, job: Job, wanted: Wanted, kept: Sequence[Pair | None]) -> Report:
-        pairs = [pair for pair in kept if pair is not None]
+        pairs, began = [pair for pair in kept if pair is not None], time.monotonic()
         try:
             ordered: list[Pair] = []
             for address, pair in zip(wanted.addresses, kept, strict=True):
                 if pair is None:
                     pairs.append(pair := self._connect(address, wanted.engine_id))
+                pair.settle()
                 ordered.append(pair)
-                pair.marks.clear()
-                pair.mark("connected")
-            partial = self._move(_Fetch(job, wanted, ordered))
-            for pair in ordered:
-                pair.mark("taken")
-                pair.send(Done())
-            for pair in ordered:
-                pair.receive(Done)
-                pair.mark("ended")
-                _LOG.debug("%d blocks of %s: ms: %s", len(job.order.blocks), pair.peer, pair.marked())
+                pair.marks = [("begun", began), ("connected", time.monotonic())]
+            fetch = _Fetch(job, wanted, ordered)
+            partial = self._move(fetch)
+            self._end(fetch)
         except BaseException:
             for pair in pairs:
                 pair.close()
@@ -140,6 +136,24 @@ class Fetches:
             for address, pair in zip(wanted.addresses, ordered, strict=True):
                 self._idle.setdefault(address, []).append(pair)
         return Report(number=job.order.number, partial=partial)
+
+    def _end(self, fetch: _Fetch) -> None:
+        """Say that all is here. Who has the blocks answers that they were on offer until then, which is due later.
+
+        It is waited for where their lease does not say so.
+        """
+        now = time.monotonic()
+        is_sure = [now < pair.leased_until and not pair.is_broken_off for pair in fetch.pairs]
+        for pair in fetch.pairs:
+            pair.mark("taken")
+            pair.send(Done())
+            pair.is_due = True
+        for pair, sure in zip(fetch.pairs, is_sure, strict=True):
+            if not sure:
+                pair.settle()
+            pair.mark("ended")
+            if _LOG.isEnabledFor(logging.DEBUG):
+                _LOG.debug("%d blocks of %s: ms: %s", len(fetch.job.order.blocks), pair.peer, pair.marked())
 
     def _connect(self, address: Address, engine_id: str) -> Pair:
         """Raises TransferError for a peer that cannot be reached, is another engine, or has another cache."""
@@ -178,6 +192,9 @@ class Fetches:
 
     def _move(self, fetch: _Fetch) -> list[int]:
         """Fill the order's blocks. Those of which only what the request reads has come."""
+        if len(fetch.pairs) == 1 and has_same_rows(fetch.peers[0], self._own):
+            self._take_as_they_are(fetch, 0)
+            return []
         names = ", ".join(pair.peer for pair in fetch.pairs)
         try:
             divided = divide(self._own, fetch.peers)
@@ -189,8 +206,8 @@ class Fetches:
             return []
         return self._take_by_rows(fetch, divided)
 
-    def _ask(self, fetch: _Fetch, number: int, pieces: Sequence[Sequence[Place]]) -> Told:
-        """Ask a rank for blocks, some at a time. Raises TransferError for no."""
+    def _ask(self, fetch: _Fetch, number: int, pieces: Sequence[Sequence[Place]]) -> None:
+        """Ask a rank for blocks, some at a time."""
         pair, wanted = fetch.pairs[number], fetch.wanted
         num_bytes = max(map(len, pieces), default=0) * pair.theirs.block_bytes
         pair.send(
@@ -204,8 +221,13 @@ class Fetches:
                 told=self._way.ask(pair, num_bytes) if pieces else b"",
             )
         )
-        pair.mark("asked")
+        pair.leased_until = time.monotonic()
+        pair.mark("asked")  # behind the order of what is read ahead
+
+    def _hear(self, pair: Pair) -> Told:
+        """Its answer. Raises TransferError for no."""
         told: Told = pair.receive(Told)
+        pair.leased_until += told.lease  # which begins there later than this side asked
         pair.mark("told")
         if told.refused:
             raise (UnlikeError if told.is_unlike else TransferError)(f"{pair.peer}: {told.refused}")
@@ -216,12 +238,23 @@ class Fetches:
         places, blocks = fetch.wanted.places, fetch.job.order.blocks
         starts = range(0, len(places), count)
         told = Told()
+
+        def ask() -> None:
+            for number in range(len(fetch.pairs)):
+                self._ask(fetch, number, [places[s : s + count] for s in starts] if number == giver else [])
+            fetch.job.is_under_way.set()
+
+        # what an offer said of its blocks is taken for true, and they are copied while its side looks for it
+        foreseen = self._way.read_ahead(fetch.pairs[giver], fetch.wanted.blocks, fetch.job, blocks, ask)
+        if not foreseen:
+            ask()
         for number, pair in enumerate(fetch.pairs):
-            answer = self._ask(fetch, number, [places[s : s + count] for s in starts] if number == giver else [])
+            answer = self._hear(pair)
             if answer.lacking:
                 raise _lacks(pair, fetch, places[answer.lacking[0]])
             told = answer if number == giver else told
-        self._way.take(fetch.pairs[giver], told.told, fetch.job, [blocks[s : s + count] for s in starts])
+        if not foreseen or (told.told, told.offer) != (foreseen, fetch.wanted.offer):
+            self._way.take(fetch.pairs[giver], told.told, fetch.job, [blocks[s : s + count] for s in starts])
 
     def _take_by_rows(self, fetch: _Fetch, divided: Sequence[Sequence[Part]]) -> list[int]:
         steps = list(self._batches(fetch, divided))
@@ -229,7 +262,8 @@ class Fetches:
         streams: list[Generator[torch.Tensor]] = []
         for number, parts in enumerate(divided):
             pieces = [batch.sources[number] for batch in steps if batch.sources[number]]
-            told = self._ask(fetch, number, pieces)
+            self._ask(fetch, number, pieces)
+            told = self._hear(fetch.pairs[number])
             asked = [place for piece in pieces for place in piece]
             lacking = {asked[index] for index in told.lacking}
             for place in lacking:

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from octavo.config.kv_transfer import DEFAULT_TIMEOUT
 from octavo.kv_connector import ConnectorStats
-from octavo.kv_connector.guard import Troubles, describe
+from octavo.kv_connector.guard import Troubles, describe, ends_within
 from octavo.kv_connector.orders import Order, Report
 from octavo.ops.arrivals import NO_ARRIVALS, Arrivals
 
@@ -41,6 +41,7 @@ class Job:
         self._num_touching = 0
         self._is_cancelled = False
         self._is_done = False
+        self.is_under_way = threading.Event()  # whoever works it off waits for others now, or has ended
 
     @contextlib.contextmanager
     def touching(self) -> Iterator[None]:
@@ -105,16 +106,19 @@ class Mover:
         timeout: float = DEFAULT_TIMEOUT,
         troubles: Troubles | None = None,
         bring: Callable[[Order], Arrivals | None] = _bring_nothing,
+        gives_way: float = 0.0,
     ) -> None:
         """num_threads: of each direction. timeout: seconds that `close` waits for an order. troubles: of the connector.
 
         What the handler raises is told there. bring: see `CacheBytes.bring`, of a load that is ordered by who calls.
+        gives_way: seconds that who begins a load leaves the interpreter to its thread, until it is under way.
         """
         self._handler, self._block_bytes, self._timeout = handler, block_bytes, timeout
         self.troubles = troubles or Troubles(type(handler).__name__)
         self._since: dict[str, float] = {}  # thread that works off an order -> since when
         self._queues: dict[bool, queue.SimpleQueue[Job | None]] = {way: queue.SimpleQueue() for way in (False, True)}
         self._jobs: dict[int, Job] = {}
+        self._num_threads, self._gives_way = num_threads, gives_way
         self._bring, self._brought = bring, dict[int, tuple[Order, Arrivals, float]]()  # loads; what they took here
         self._ended: list[Report] = []
         self._lock = threading.Lock()
@@ -133,7 +137,10 @@ class Mover:
         job = self._jobs[order.number] = Job(order)
         with self._lock:
             self._seconds[order.is_load].begin()
+            has_thread = self._seconds[order.is_load].num <= self._num_threads
         self._queues[order.is_load].put(job)
+        if order.is_load and has_thread and self._gives_way:
+            job.is_under_way.wait(self._gives_way)
 
     def begin_now(self, order: Order) -> bool:
         """See WorkerConnector."""
@@ -229,10 +236,7 @@ class Mover:
                 self._timeout,
             )
         else:
-            try:
-                self._handler.close()
-            except Exception as error:  # of a library: the rest is to be closed
-                self.troubles.tell("close", f"its end failed: {describe(error)}")
+            ends_within(self._timeout, self.troubles, "its end", self._handler.close)
         self.troubles.close()
 
     def _ends(self, thread: threading.Thread, until: float) -> bool:
@@ -265,6 +269,7 @@ class Mover:
                 report = Report(number=order.number, failed=order.blocks, refusal=refusal)
             finally:
                 del self._since[name]
+                job.is_under_way.set()
             is_wanted = job.finish()
             with self._lock:
                 self._seconds[is_load].end()
@@ -278,16 +283,16 @@ class _Busy:
     """The time in which at least one order was under way: many of them at once count once."""
 
     def __init__(self) -> None:
-        self._seconds, self._num, self._since = 0.0, 0, 0.0
+        self._seconds, self.num, self._since = 0.0, 0, 0.0
 
     def begin(self) -> None:
-        if not self._num:
+        if not self.num:
             self._since = time.monotonic()
-        self._num += 1
+        self.num += 1
 
     def end(self) -> None:
-        self._num -= 1
-        if not self._num:
+        self.num -= 1
+        if not self.num:
             self._seconds += time.monotonic() - self._since
 
     def add(self, seconds: float) -> None:
@@ -295,4 +300,4 @@ class _Busy:
         self._seconds += seconds
 
     def until_now(self) -> float:
-        return self._seconds + (time.monotonic() - self._since if self._num else 0.0)
+        return self._seconds + (time.monotonic() - self._since if self.num else 0.0)

@@ -23,7 +23,7 @@ import msgspec
 
 from octavo.config.kv_transfer import KVTransferConfig, refuse
 from octavo.kv_connector import ConnectorStats
-from octavo.kv_connector.guard import Troubles
+from octavo.kv_connector.guard import Troubles, ends_within
 from octavo.kv_connector.orders import Order, Report
 from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescription, differences
 from octavo.kv_connector.peers.offers import Wanted
@@ -38,6 +38,7 @@ _LOG = logging.getLogger(__name__)
 _APPEARS = 5.0  # seconds in which an offer that a peer knows of has come here
 _MAX_ENDED = 1 << 12  # transfer ids whose offers have ended
 _MAX_DIFFERENCES = 3  # that are said
+_GIVES_WAY = 0.0005  # seconds: longer than it takes to ask over a connection that is there
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -65,7 +66,14 @@ class P2PWorker:
             Fetches(cache, transfer.timeout, way),
             Troubles(transfer.kv_connector, period=0),
         )  # each is one request's
-        self._mover = Mover(fetches, cache.block_bytes, num_threads, timeout=transfer.timeout, troubles=troubles)
+        self._mover = Mover(
+            fetches,
+            cache.block_bytes,
+            num_threads,
+            timeout=transfer.timeout,
+            troubles=troubles,
+            gives_way=_GIVES_WAY,
+        )
         self._offers: dict[str, _Offer] = {}
         self._numbers: dict[int, str] = {}  # order -> its transfer id
         self._ended: list[Report] = []
@@ -196,7 +204,7 @@ class P2PWorker:
             thread.join(max(until - time.monotonic(), 0))
         self._releases.close()
         self._mover.close()
-        self._way.close()
+        ends_within(self._timeout, self._mover.troubles, f"the end of {self._way.name}", self._way.close)
 
     # What peers ask for, each connection on a thread of its own.
 
@@ -279,7 +287,7 @@ class P2PWorker:
         if offer is None:
             pair.send(Told(refused=refused, is_unlike=is_unlike))
             return
-        with self._reading(offer):
+        with self._reading(offer), self._leased(pair, offer):
             self._give(pair, ask, offer)
 
     @contextlib.contextmanager
@@ -302,6 +310,16 @@ class P2PWorker:
                 offer.left_at = time.monotonic() if left and not offer.num_readers else None
                 self._end_released(offer)
 
+    @contextlib.contextmanager
+    def _leased(self, pair: Pair, offer: _Offer) -> Iterator[None]:
+        """Within: nobody else is given the blocks. A reader whose connection is there behind its copy knows that."""
+        with offer.job.touching():
+            try:
+                yield
+            except BaseException:
+                pair.close()
+                raise
+
     def _give(self, pair: Pair, ask: Ask, offer: _Offer) -> None:
         found = dict(zip(offer.wanted.places, offer.job.order.blocks, strict=True))
         lacking = [index for index, place in enumerate(ask.places) if place not in found]
@@ -309,7 +327,8 @@ class P2PWorker:
         cut = (ask.places[end - count : end] for end, count in zip(ends, ask.pieces, strict=True))
         pieces = [own for piece in cut if (own := [found[place] for place in piece if place in found])]
         blocks = [block for piece in pieces for block in piece]
-        pair.send(Told(lacking=lacking, told=self._way.tell(blocks) if pieces else b""))
+        told, name = self._way.tell(blocks) if pieces else b"", offer.wanted.offer
+        pair.send(Told(lacking=lacking, told=told, offer=name, lease=pair.timeout))
         pair.mark("told")
         if lacking:  # then the peer decides whether the rest will do
             pair.receive(Done)
@@ -323,9 +342,7 @@ class P2PWorker:
                 raise TransferError(f"transfer {ask.transfer_id!r} ended before it was fetched")
             ranks = offer.fetched.setdefault(ask.fetch, set())
             ranks.add(pair.theirs.rank)
-            if len(ranks) == pair.theirs.num_ranks and offer.job.finish():
-                self._forget(offer)
-                self._ended.append(Report(number=offer.job.order.number))
+            offer.is_released |= len(ranks) == pair.theirs.num_ranks  # it ends when nobody reads it
             self._sent_blocks += len(blocks)
             self._send_seconds += time.monotonic() - started
         pair.send(Done())

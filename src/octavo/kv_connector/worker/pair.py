@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -72,6 +72,8 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     is_unlike: bool = False  # it will be refused next time, too
     lacking: list[int] = []  # which of the places have no block: if Done is the answer, the rest comes
     told: bytes = b""  # what the way of the bytes needs to know
+    offer: str = ""  # the offer's own name, which no other one ever had
+    lease: float = 0.0  # seconds that the blocks stay as they are, unless this side is told Done or closes before
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -92,7 +94,10 @@ class Pair:
         self.peer = f"{self.peer_host}:{port}"
         self.state: Any = None  # of the way of the bytes, while the connection lasts
         self.theirs = NO_DESCRIPTION  # the cache on the other side
+        self.region: Any = None  # where that lies in memory, if the way of the bytes was told
         self.engine_id = ""  # of who has blocks there, once it has said so
+        self.leased_until = 0.0  # on this side's clock: the blocks that were asked for stay as they are until then
+        self.is_due = False  # an answer Done is to come for a fetch that has ended
         self.marks: list[tuple[str, float]] = []  # of a fetch: what has happened, and when
 
     def send(self, message: msgspec.Struct) -> None:
@@ -111,26 +116,37 @@ class Pair:
             raise TransferError(f"{self.peer} speaks another protocol: {error}") from None
 
     def _exactly(self, count: int) -> bytes:
-        data = bytearray()
+        data = self.sock.recv(count)
         while len(data) < count:
-            part = self.sock.recv(count - len(data))
+            part = self.sock.recv(count - len(data)) if data else b""
             if not part:
                 raise EOFError(f"{self.peer} has closed the connection")
             data += part
-        return bytes(data)
+        return data
+
+    def settle(self) -> None:
+        """Take what is due of the fetch before. Raises as `receive`."""
+        if self.is_due:
+            self.receive(Done)
+            self.is_due = False
 
     def says_something(self, seconds: float) -> bool:
         """Whether something has come, or the end, after so many seconds at the latest."""
         poll = select.poll()  # select() refuses the files of a busy server, whose numbers are high
         poll.register(self.sock, select.POLLIN)
-        if seconds < _POLL_STEP:
+        if 0 < seconds < _POLL_STEP:
             time.sleep(seconds)
             seconds = 0.0
         return bool(poll.poll(seconds * 1000))
 
     @property
     def has_gone(self) -> bool:
-        """Whether the peer has closed the connection, over which nothing is due."""
+        """Whether the peer has closed the connection, over which nothing but a last answer is due."""
+        if self.is_due and self.says_something(0):
+            try:
+                self.settle()
+            except (OSError, EOFError, TransferError):
+                return True
         return self.says_something(0)
 
     @property
@@ -163,6 +179,11 @@ class Pair:
         getattr(state, "close", int)()
 
 
+def yield_interpreter() -> None:
+    """Let other threads go on for a moment, if they want to: the shortest sleep is 70 microseconds long."""
+    select.poll().poll(0)
+
+
 class Way(Protocol):
     """How the bytes of blocks come from one cache to another."""
 
@@ -174,6 +195,15 @@ class Way(Protocol):
 
     def tell(self, blocks: Sequence[int]) -> bytes:
         """What the side that wants these blocks must know."""
+
+    def read_ahead(
+        self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int], begun: Callable[[], object]
+    ) -> bytes:
+        """As `take`, before the peer has said a word: `theirs` are the blocks there, so far as is known.
+
+        What it has to `tell` then, if that was right; empty: nothing was read. `begun` is called when the bytes are on
+        their way.
+        """
 
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """Until the peer has these blocks, some at a time, but for its word Done.

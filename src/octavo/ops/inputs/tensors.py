@@ -88,8 +88,7 @@ class PassTensors(msgspec.Struct, frozen=True):
     slots: torch.Tensor  # [groups, passes, rows] int64
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DraftRows:
+class DraftRows(msgspec.Struct, frozen=True):
     """Whose drafts are drawn, and how: drafts number `place` of R rows, written where a row is live and has room."""
 
     rows: torch.Tensor  # [R] int64

@@ -41,6 +41,10 @@ class GlooWay:
         """See Way."""
         return b""
 
+    def read_ahead(self, pair: Pair, *_: object) -> bytes:
+        """See Way: bytes come when they are sent."""
+        return b""
+
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way."""
         if asked:

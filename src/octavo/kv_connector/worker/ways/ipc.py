@@ -21,7 +21,7 @@ from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
 from octavo.kv_connector.worker.pair import PIECE_BYTES, Pair, TransferError, UnlikeError
 from octavo.kv_connector.worker.ways.ipc_memory import DeviceMemory, Memory, Shared, host_name
-from octavo.kv_connector.worker.ways.regions import Region, read_region, region_of, until_read
+from octavo.kv_connector.worker.ways.regions import Region, foreseen, read_region, region_of, until_read
 
 _LOG = logging.getLogger(__name__)
 _LOOK = 1.0  # seconds between two looks whether a peer has gone
@@ -51,18 +51,28 @@ class IpcWay:
         """See Way: where they are, and what that is mapped by."""
         return msgspec.msgpack.encode(msgspec.structs.replace(self._own, agent=self._shared, blocks=list(blocks)))
 
+    def read_ahead(
+        self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int], begun: Callable[[], object]
+    ) -> bytes:
+        """See Way."""
+        if told := foreseen(pair, theirs):
+            self._read(pair, told, job, blocks, begun)
+        return told
+
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: the peer does it."""
         until_read(pair, job, pair.timeout, lambda: None)
 
     def take(self, pair: Pair, told: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: all at once."""
-        blocks = [block for piece in pieces for block in piece]
-        own = msgspec.structs.replace(self._own, blocks=blocks)
+        self._read(pair, told, job, [block for piece in pieces for block in piece], bool)
+
+    def _read(self, pair: Pair, told: bytes, job: Job, blocks: Sequence[int], begun: Callable[[], object]) -> None:
+        own = msgspec.structs.replace(self._own, blocks=list(blocks))
         with self._reading(pair, told, len(blocks)) as theirs:
             pair.mark("mapped")
             with job.touching():
-                self._memory.copy(self._cache.data, own, theirs)
+                self._memory.copy(self._cache.data, own, theirs, begun)
 
     def rows(self, pair: Pair, told: bytes, pieces: Sequence[int]) -> Generator[torch.Tensor]:
         """See Way: copied beside the cache, and from there to the host."""
@@ -77,7 +87,7 @@ class IpcWay:
             with self._reading(pair, told, sum(pieces)) as theirs:
                 there = msgspec.structs.replace(theirs, blocks=theirs.blocks[start : start + count])
                 here = msgspec.structs.replace(own, blocks=list(range(count)))
-                self._memory.copy(beside, here, there)
+                self._memory.copy(beside, here, there, bool)
             with torch.inference_mode():
                 rows[:count].copy_(beside[:count])
             yield rows[:count]

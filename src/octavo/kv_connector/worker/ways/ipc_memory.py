@@ -6,9 +6,9 @@ under way; what was opened stays mapped until it is closed, even if who owns it 
 
 from __future__ import annotations
 
-import logging
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -16,12 +16,13 @@ import msgspec
 import numpy as np
 import torch
 
-from octavo.kv_connector.worker.ways.regions import Region, joined_runs
+from octavo.kv_connector.worker.pair import yield_interpreter
+from octavo.kv_connector.worker.ways.regions import Region
 from octavo.ops import mapped
 
-_LOG = logging.getLogger(__name__)
-_LEAST_RUN = 1 << 20  # bytes: shorter ones take a copy engine longer than the link
-_POLL = 2e-5  # seconds between two looks whether a copy has ended
+_POLL = 2e-5  # seconds between two looks whether a copy has ended: the system makes it 8e-5, and so of none at all
+_EAGER = 0.005  # seconds in which they follow each other at once
+_FASTEST = 450e9  # bytes a second: before those have passed nobody looks
 
 
 class Shared(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,8 +45,23 @@ class Memory(Protocol):
     def close(self, address: int) -> None:
         """Unmap what was opened."""
 
-    def copy(self, own: torch.Tensor, target: Region, source: Region) -> None:
-        """Copy the source's blocks to the target's, which are of `own`, and wait until they are there."""
+    def copy(self, own: torch.Tensor, target: Region, source: Region, begun: Callable[[], object]) -> None:
+        """Copy the source's blocks to the target's, which are of `own`, and wait until they are there.
+
+        `begun` is called when that is ordered.
+        """
+
+
+def _wait(done: torch.cuda.Event, num_bytes: int) -> None:
+    """Until a copy has ended. Whoever else wants the interpreter has it meanwhile."""
+    if (seconds := num_bytes / _FASTEST - 5 * _POLL) > 0:
+        time.sleep(seconds)
+    until = time.monotonic() + _EAGER
+    while not done.query():
+        if time.monotonic() < until:
+            yield_interpreter()
+        else:
+            time.sleep(_POLL)
 
 
 def host_name() -> str:
@@ -62,7 +78,9 @@ class DeviceMemory:
     def __init__(self, device: torch.device) -> None:
         """device: where copies go to, and what is shared lies."""
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._takes_batches = mapped.copies_in_batches()
+        with torch.cuda.device(device):
+            self._stream.query()
+            mapped.prepare(device)
 
     def share(self, tensor: torch.Tensor) -> Shared:
         """See Memory."""
@@ -80,30 +98,21 @@ class DeviceMemory:
         self._enter()
         mapped.close_handle(address)
 
-    def copy(self, own: torch.Tensor, target: Region, source: Region) -> None:
-        """See Memory. What lies together goes by a copy engine, blocks here and there by a kernel."""
+    def copy(self, own: torch.Tensor, target: Region, source: Region, begun: Callable[[], object]) -> None:
+        """See Memory. By a kernel: copy engines take as long for runs of 16 MiB, and longer for all shorter ones."""
         with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             done = torch.cuda.Event()
+            self._stream.query()  # a thread has no context of the driver's before torch has asked something in it
             try:
                 self._order(own, target, source)
                 done.record(self._stream)
-                while not done.query():
-                    time.sleep(_POLL)
+                begun()
+                _wait(done, len(target.blocks) * target.num_pages * target.page_bytes)
             except BaseException:
                 self._stream.synchronize()
                 raise
 
     def _order(self, own: torch.Tensor, target: Region, source: Region) -> None:
-        targets, sources = joined_runs(target, source)
-        num_bytes = int(targets[:, 1].sum())
-        if self._takes_batches and num_bytes >= len(targets) * _LEAST_RUN:
-            self._stream.query()  # a thread has no context of the driver's before torch has asked something in it
-            try:
-                mapped.copy_runs(targets[:, 0], sources[:, 0], targets[:, 1], self._stream.cuda_stream)
-                return
-            except RuntimeError as error:
-                _LOG.warning("blocks of a peer's cache are copied by a kernel: %s", error)
-                self._takes_batches = False
         parts = max(target.num_pages, source.num_pages)
         strides = target.strides(parts), source.strides(parts)
         blocks = np.array([target.blocks, source.blocks], np.int64)

@@ -59,6 +59,10 @@ class MooncakeWay:
         assert self._engine is not None, "who offers blocks has registered them"
         return msgspec.msgpack.encode(region_of(self._cache, str(self._engine.get_rpc_port()).encode(), blocks))
 
+    def read_ahead(self, pair: Pair, *_: object) -> bytes:
+        """See Way: not here."""
+        return b""
+
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: the library's threads do it."""
         until_read(pair, job, pair.timeout, lambda: None)

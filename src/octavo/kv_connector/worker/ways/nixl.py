@@ -6,7 +6,7 @@ an agent of its own: when a read is given up so is the agent, and no byte comes 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import msgspec
 import torch
@@ -15,7 +15,7 @@ from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
 from octavo.kv_connector.worker.pair import PIECE_BYTES, Pair
 from octavo.kv_connector.worker.ways.nixl_agent import POLL, NixlAgent, Runs
-from octavo.kv_connector.worker.ways.regions import Region, joined_runs, read_region, region_of, until_read
+from octavo.kv_connector.worker.ways.regions import Region, foreseen, joined_runs, read_region, region_of, until_read
 
 
 class NixlWay:
@@ -29,8 +29,10 @@ class NixlWay:
         self._cache = cache
         self._own = region_of(cache, b"", ())
         self._agent, self._spare = NixlAgent(), [self._make_reader()]
+        self._metadata = b""
         if gives:
             self._register(self._agent)
+            self._metadata = self._agent.metadata()
 
     def _register(self, agent: NixlAgent) -> None:
         agent.register(self._own.base, self._cache.data.numel(), self._own.device, self._own.kind)
@@ -46,7 +48,15 @@ class NixlWay:
 
     def tell(self, blocks: Sequence[int]) -> bytes:
         """See Way: where they are."""
-        return msgspec.msgpack.encode(region_of(self._cache, self._agent.metadata(), blocks))
+        return msgspec.msgpack.encode(msgspec.structs.replace(self._own, agent=self._metadata, blocks=list(blocks)))
+
+    def read_ahead(
+        self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int], begun: Callable[[], object]
+    ) -> bytes:
+        """See Way."""
+        if told := foreseen(pair, theirs):
+            self._read(pair, told, job, blocks, begun)
+        return told
 
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: let NIXL work until the peer says something."""
@@ -55,14 +65,16 @@ class NixlWay:
 
     def take(self, pair: Pair, told: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: read them, all at once."""
-        blocks = [block for piece in pieces for block in piece]
-        theirs, own = read_region(told, pair, len(blocks)), msgspec.structs.replace(self._own, blocks=blocks)
+        self._read(pair, told, job, [block for piece in pieces for block in piece], bool)
+
+    def _read(self, pair: Pair, told: bytes, job: Job, blocks: Sequence[int], begun: Callable[[], object]) -> None:
+        theirs, own = read_region(told, pair, len(blocks)), msgspec.structs.replace(self._own, blocks=list(blocks))
         reader = self._reader(pair, theirs)
         sides = zip(joined_runs(own, theirs), (own, theirs), strict=True)
         pair.mark("met")
         local, remote = (Runs(places, region.device, region.kind) for places, region in sides)
         with job.touching():
-            reader.agent.move("READ", local, remote, reader.name, pair)
+            reader.agent.move("READ", local, remote, reader.name, pair, begun)
 
     def rows(self, pair: Pair, told: bytes, pieces: Sequence[int]) -> Generator[torch.Tensor]:
         """See Way: read them into host memory."""

@@ -14,13 +14,14 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from octavo.kv_connector.peers import NIXL
-from octavo.kv_connector.worker.pair import Pair, TransferError
+from octavo.kv_connector.worker.pair import Pair, TransferError, yield_interpreter
 
 POLL = 0.00005  # seconds between two questions whether the other side wants something
 _LOOK = 0.00003  # seconds between two looks at a transfer, of which each may let it go on
@@ -96,8 +97,13 @@ class NixlAgent:
         with self._lock:
             self._agent.get_new_notifs()
 
-    def move(self, what: str, own: Runs, others: Runs, name: str, pair: Pair) -> None:
-        """READ from, or WRITE to, the agent `name` of a peer, until it is done. Raises TransferError."""
+    def move(
+        self, what: str, own: Runs, others: Runs, name: str, pair: Pair, begun: Callable[[], object] = bool
+    ) -> None:
+        """READ from, or WRITE to, the agent `name` of a peer, until it is done. Raises TransferError.
+
+        `begun` is called when that is ordered.
+        """
         began = time.monotonic()
         with self._lock:
             sides = [
@@ -109,11 +115,15 @@ class NixlAgent:
             handle = self._agent.initialize_xfer(what, *sides, name, b"octavo")
             state = self._agent.transfer(handle)
         try:
+            begun()
             while state == "PROC":
                 seconds = time.monotonic() - began
                 if seconds > pair.timeout:
                     raise TransferError(f"{pair.peer}: a {what} of blocks did not end within {pair.timeout:g} s")
-                time.sleep(_LOOK if seconds > _EAGER else 0)  # either lets other threads go on
+                if seconds > _EAGER:
+                    time.sleep(_LOOK)
+                else:
+                    yield_interpreter()
                 with self._lock:
                     state = self._agent.check_xfer_state(handle)
             if state != "DONE":

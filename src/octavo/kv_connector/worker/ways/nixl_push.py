@@ -48,6 +48,10 @@ class NixlPushWay:
         """See Way."""
         return b""
 
+    def read_ahead(self, pair: Pair, *_: object) -> bytes:
+        """See Way: bytes come when they are written."""
+        return b""
+
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: write a piece and say so; the next one when its memory is free again."""
         self._cache.enter_thread()

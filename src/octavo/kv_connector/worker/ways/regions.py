@@ -44,11 +44,11 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     def _runs(self, blocks: np.ndarray, counts: np.ndarray, num_parts: int) -> np.ndarray:
         """Of so many blocks behind each other, which lie together."""
         part_stride, block_stride = self.strides(num_parts)
-        size = self.page_bytes * self.num_pages // num_parts
-        offsets = np.arange(num_parts, dtype=np.int64)[:, None] * part_stride + blocks * block_stride
-        addresses = np.uint64(self.base) + offsets.astype(np.uint64)
-        sizes = np.broadcast_to((counts * size).astype(np.uint64), addresses.shape)
-        return np.column_stack([addresses.ravel(), sizes.ravel()])
+        runs = np.empty((num_parts, len(blocks), 2), np.uint64)
+        first = self.base + np.arange(num_parts, dtype=np.int64)[:, None] * part_stride
+        np.add(first, blocks * block_stride, out=runs[:, :, 0], casting="unsafe")
+        runs[:, :, 1] = counts * (self.page_bytes * self.num_pages // num_parts)
+        return runs.reshape(-1, 2)
 
 
 def joined_runs(own: Region, others: Region) -> tuple[np.ndarray, np.ndarray]:
@@ -56,14 +56,15 @@ def joined_runs(own: Region, others: Region) -> tuple[np.ndarray, np.ndarray]:
     parts = max(own.num_pages, others.num_pages)  # of a block: they lie apart on one side, or on both
     if own.num_pages != others.num_pages:
         return own.runs(own.blocks, parts), others.runs(others.blocks, parts)
-    here, there = (np.array(region.blocks, np.int64) for region in (own, others))
+    here, there = np.array([own.blocks, others.blocks], np.int64)
     order = here.argsort()
     here, there = here[order], there[order]
-    begins = np.ones(len(here), np.bool_)
-    begins[1:] = (np.diff(here) != 1) | (np.diff(there) != 1)
+    begins = np.ones(len(here) + 1, np.bool_)
+    begins[1:-1] = (here[1:] - here[:-1] != 1) | (there[1:] - there[:-1] != 1)
     starts = begins.nonzero()[0]
-    counts = np.diff(starts, append=len(here))
-    return own._runs(here[starts], counts, parts), others._runs(there[starts], counts, parts)
+    counts = starts[1:] - starts[:-1]
+    firsts = starts[:-1]
+    return own._runs(here[firsts], counts, parts), others._runs(there[firsts], counts, parts)
 
 
 def region_of(cache: CacheBytes, agent: bytes, blocks: Sequence[int]) -> Region:
@@ -89,7 +90,16 @@ def read_region(told: bytes, pair: Pair, count: int) -> Region:
         raise TransferError(f"{pair.peer} has blocks of {theirs.num_pages} pages of {theirs.page_bytes} bytes")
     if theirs.blocks and not 0 <= min(theirs.blocks) <= max(theirs.blocks) < theirs.num_blocks:
         raise TransferError(f"{pair.peer} tells of blocks that its {theirs.num_blocks} do not have")
+    pair.region = theirs
     return theirs
+
+
+def foreseen(pair: Pair, blocks: Sequence[int]) -> bytes:
+    """What a peer will tell of these blocks, if it tells of the region that it told of last; empty: of none yet."""
+    known: Region | None = pair.region
+    if known is None or not blocks or not 0 < min(blocks) <= max(blocks) < known.num_blocks:
+        return b""
+    return msgspec.msgpack.encode(msgspec.structs.replace(known, blocks=list(blocks)))
 
 
 def until_read(pair: Pair, job: Job, every: float, work: Callable[[], object]) -> None:

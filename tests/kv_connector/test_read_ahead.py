@@ -1,0 +1,271 @@
+"""Fetches from mapped memory: what is read before its side answers, what a lease spares, and when offers end."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+
+from mapped_memory import MappedMemory
+from octavo.config.kv_transfer import read_kv_transfer
+from octavo.kv_connector.orders import Order, Report
+from octavo.kv_connector.p2p import _named
+from octavo.kv_connector.peers.description import CacheDescription, GroupDescription
+from octavo.kv_connector.peers.offers import Wanted
+from octavo.kv_connector.worker.cache_bytes import CacheBytes
+from octavo.kv_connector.worker.p2p import P2PWorker
+from octavo.kv_connector.worker.pair import Done, Pair, Told, TransferError
+from octavo.kv_connector.worker.ways.ipc import IpcWay, _Mapped
+from patience import patient
+
+PAGES, BLOCKS, PAGE_BYTES = 3, 20, 16
+THEIRS, OWN = [4, 5, 9], [7, 8, 2]
+GROUP = GroupDescription(
+    kind="full",
+    block_size=4,
+    layers=list(range(PAGES)),
+    kernel_block_sizes=[4] * PAGES,
+    num_heads=1,
+    total_heads=1,
+    head_bytes=4,
+)
+CACHE = CacheDescription(layout="LBNHC", block_bytes=PAGES * PAGE_BYTES, groups=[GROUP], facts={})
+
+
+class Sides(NamedTuple):
+    giver: P2PWorker
+    takers: list[P2PWorker]
+    theirs: torch.Tensor
+    own: list[torch.Tensor]
+    copies: list[list[int]]  # of each copy the blocks that were read
+
+    def offer(self, number: int, blocks: list[int]) -> None:
+        self.giver.begin(_order(number, number, blocks, is_load=False))
+
+    def load(self, number: int, offered: int, taker: int = 0, **more: Any) -> None:
+        address = self.giver.address()
+        fetch = f"{taker} {number}"
+        self.takers[taker].begin(_order(number, offered, OWN, addresses=[address], fetch=fetch, position=9, **more))
+
+    def loaded(self, taker: int = 0) -> Report:
+        (report,) = taken(self.takers[taker])
+        return report
+
+    def meet(self, taker: int = 0) -> None:
+        """A first load, which makes the connection."""
+        self.offer(taker, THEIRS)
+        self.load(taker, taker, taker)
+        assert not self.loaded(taker).failed and taken(self.giver)
+        self.own[taker].zero_()
+        self.copies.clear()
+
+    def holds(self, blocks: list[int], taker: int = 0) -> bool:
+        """Whether these of the peer's have come, and nothing else."""
+        expected = torch.zeros_like(self.own[taker])
+        expected[:, OWN] = self.theirs[:, blocks]
+        return torch.equal(self.own[taker], expected)
+
+
+def _order(number: int, offered: int, blocks: list[int], /, *, is_load: bool = True, **more: Any) -> Order:
+    places = [(0, place) for place in range(len(blocks))]
+    fields: dict[str, Any] = {"offer": f"offer {offered}", "digest": b"", "end": 4 * len(blocks), **more}
+    wanted = Wanted(transfer_id=f"transfer {offered}", places=places, **fields)
+    return Order(number=number, is_load=is_load, blocks=blocks, payload=msgspec.msgpack.encode(wanted))
+
+
+def taken(worker: P2PWorker) -> list[Report]:
+    until = time.monotonic() + patient(30)
+    while not (found := list(worker.take())) and time.monotonic() < until:
+        worker.wait(0.01)
+    return found
+
+
+def config(role: str) -> Any:
+    return read_kv_transfer({"kv_connector": "p2p", "kv_role": role, "kv_port": 0, "kv_transfer_timeout": patient(20)})
+
+
+@pytest.fixture
+def sides(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sides]:
+    copy, copies = MappedMemory.copy, list[list[int]]()
+
+    def noted(self: MappedMemory, own: torch.Tensor, target: Any, source: Any, begun: Callable[[], object]) -> None:
+        copy(self, own, target, source, begun)
+        copies.append(source.blocks)
+
+    monkeypatch.setattr(IpcWay, "memory", MappedMemory)
+    monkeypatch.setattr(MappedMemory, "copy", noted)
+    theirs = torch.randint(256, (PAGES, BLOCKS, PAGE_BYTES), dtype=torch.uint8)
+    own = [torch.zeros_like(theirs) for _ in range(2)]
+    caches = [CacheBytes(data, 1 << 30, description=CACHE) for data in (theirs, *own)]
+    roles = ["kv_producer", "kv_consumer", "kv_consumer"]
+    workers = [
+        P2PWorker(cache, config(role), IpcWay(cache, gives=role == "kv_producer"), num_threads=1)
+        for cache, role in zip(caches, roles, strict=True)
+    ]
+    with contextlib.ExitStack() as ends:
+        for worker in workers:
+            ends.callback(worker.close)
+        yield Sides(workers[0], workers[1:], theirs, own, copies)
+
+
+def test_P_4_named_blocks_are_read_before_their_side_has_found_the_offer(sides: Sides) -> None:
+    sides.meet()
+    sides.load(5, 5, blocks=[3, 11, 12])
+    until = time.monotonic() + patient(30)
+    while not sides.copies and time.monotonic() < until:
+        time.sleep(0.01)
+    assert sides.copies == [[3, 11, 12]] and not sides.takers[0].take(), "nobody has answered yet"
+    sides.offer(5, [3, 11, 12])
+    assert not sides.loaded().failed and sides.holds([3, 11, 12])
+    assert len(sides.copies) == 1 and taken(sides.giver)[0].number == 5
+
+
+@pytest.mark.parametrize(
+    ("more", "ahead"),
+    [
+        ({"blocks": [3, 11, 13]}, [[3, 11, 13]]),  # they were others
+        ({"blocks": [3, 11, 12], "offer": "an older one"}, [[3, 11, 12]]),  # of the same blocks, and other content
+        ({"blocks": [3, 11, BLOCKS]}, []),
+        ({"blocks": [0, 11, 12]}, []),
+        ({}, []),
+    ],
+    ids=str,
+)
+def test_P_3_what_was_read_by_wrong_names_is_read_again(sides: Sides, more: dict[str, Any], ahead: list[Any]) -> None:
+    sides.meet()
+    sides.offer(5, [3, 11, 12])
+    sides.load(5, 5, **more)
+    assert not sides.loaded().failed and sides.holds([3, 11, 12])
+    assert sides.copies == [*ahead, [3, 11, 12]]
+
+
+def test_P_3_what_was_read_of_blocks_that_are_not_on_offer_does_not_count(sides: Sides) -> None:
+    sides.meet()
+    sides.offer(5, [3, 11, 12])
+    sides.load(5, 5, blocks=[3, 11, 12], digest=b"other tokens")
+    assert sides.loaded().failed == OWN
+    assert sides.copies == [[3, 11, 12]]
+
+
+def test_a_lease_spares_the_wait_for_the_last_answer_and_the_connection_goes_on(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides.meet()
+    answers, send = threading.Event(), Pair.send
+
+    def slow(self: Pair, message: msgspec.Struct) -> None:
+        if isinstance(message, Done) and self in sides.giver._pairs:
+            assert answers.wait(patient(30))
+        send(self, message)
+
+    monkeypatch.setattr(Pair, "send", slow)
+    sides.offer(5, [3, 11, 12])
+    sides.load(5, 5)
+    assert not sides.loaded().failed and not answers.is_set()
+    answers.set()
+    sides.offer(6, THEIRS)
+    sides.load(6, 6)
+    assert not sides.loaded().failed and sides.holds(THEIRS)
+    assert len(sides.giver._pairs) == 1, "over the connection that was there"
+
+
+def test_P_3_without_a_lease_the_last_answer_is_waited_for(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy may take longer than its blocks are kept: then they have to be on offer when it has ended."""
+    sides.meet()
+    send = Pair.send
+
+    def short(self: Pair, message: msgspec.Struct) -> None:
+        if isinstance(message, Told):
+            message = msgspec.structs.replace(message, lease=0.0)
+        if isinstance(message, Done) and self in sides.giver._pairs:
+            self.close()
+            raise EOFError
+        send(self, message)
+
+    monkeypatch.setattr(Pair, "send", short)
+    sides.offer(5, [3, 11, 12])
+    sides.load(5, 5)
+    assert sides.loaded().failed == OWN
+
+
+def test_D_6_an_offer_that_two_read_ends_when_both_have_ended(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one of them has not read yet is nobody else's, whoever has read it all."""
+    began, ends, copy = threading.Event(), threading.Event(), MappedMemory.copy
+
+    def slow(self: MappedMemory, own: torch.Tensor, *args: Any) -> None:
+        if own is sides.own[1]:
+            began.set()
+            assert ends.wait(patient(30))
+        copy(self, own, *args)
+
+    for taker in range(2):
+        sides.meet(taker)
+    monkeypatch.setattr(MappedMemory, "copy", slow)
+    sides.offer(5, [3, 11, 12])
+    sides.load(5, 5, 1)
+    assert began.wait(patient(30))
+    sides.load(5, 5, 0)
+    assert not sides.loaded(0).failed
+    time.sleep(0.05)
+    assert not sides.giver.take() and not sides.giver.cancel(5)
+    ends.set()
+    assert not sides.loaded(1).failed and sides.holds([3, 11, 12], 1)
+    assert [report.number for report in taken(sides.giver)] == [5]
+
+
+def test_P_3_blocks_that_are_given_up_go_when_their_reader_can_know(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sees a closed connection behind its copy."""
+    sides.meet()
+
+    def gives_up(*args: Any) -> None:
+        raise TransferError("it gives up")
+
+    monkeypatch.setattr(IpcWay, "give", gives_up)
+    copy, given_up = MappedMemory.copy, list[bool]()
+
+    def late(*args: Any) -> None:
+        copy(*args)
+        until = time.monotonic() + patient(30)
+        while sides.giver._pairs and time.monotonic() < until:
+            time.sleep(0.01)
+        given_up.append(True)
+
+    monkeypatch.setattr(MappedMemory, "copy", late)
+    sides.offer(5, [3, 11, 12])
+    sides.load(5, 5)
+    assert sides.loaded().failed == OWN and given_up
+
+
+def test_a_driver_that_hangs_as_it_unmaps_does_not_keep_the_engine(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sides.meet()
+    ends, close, taker = threading.Event(), _Mapped.close, sides.takers[0]
+
+    def hangs(self: _Mapped) -> None:
+        assert ends.wait(patient(60))
+        close(self)
+
+    monkeypatch.setattr(_Mapped, "close", hangs)
+    taker._timeout = taker._mover._timeout = 0.2
+    started = time.monotonic()
+    taker.close()
+    ends.set()
+    assert time.monotonic() - started < patient(10)
+    assert "did not end within 0.2 s (see kv_transfer_timeout) and will not be waited for" in caplog.text
+
+
+@pytest.mark.parametrize("tables", [[[1, 2, 3]], [[1, 2]], [[1, 0, 3]], [], [["x"]], 5, None], ids=str)
+def test_P_1_blocks_are_named_all_or_none(tables: Any) -> None:
+    places = [(0, 0), (0, 1), (0, 2)]
+    good = [1, 2, 3] if tables == [[1, 2, 3]] else []
+    assert _named({"remote_block_ids": tables, "remote_offer": "x"}, places) == good
+    assert not _named({"remote_block_ids": tables}, places)
