@@ -27,7 +27,7 @@ from tiny_model import Shape, TinyQwen3
 from train_drafter import BUNDLED, gumbel_like, write_on
 from train_tiny import load_exported
 
-SHARES = (1.0, 0.9, 0.8)  # of the noise: `draft_noise`
+SHARES = (1.0, 0.9, 0.8, 0.7)  # of the noise: `draft_noise`
 DRAWS = 8  # of rejection sampling, along each text
 
 
@@ -129,15 +129,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=60)
     parser.add_argument("--tokens", type=int, default=96, help="drawn behind each prompt")
     parser.add_argument("--texts", type=int, default=4, help="texts of each prompt at T = 1")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("-k", type=int, default=4, help="drafts a step")
     args = parser.parse_args(argv)
-    target = load_exported(Shape(), args.target, torch.device("cpu")).requires_grad_(False).eval()
-    ids = held_out_ids(args.target, args.prompts)
+    target = load_exported(Shape(), args.target, torch.device(args.device)).requires_grad_(False).eval()
+    ids = held_out_ids(args.target, args.prompts).to(args.device)
     for folder in args.drafter:
         drafter, length = load_drafter(folder, target), ids.shape[1] + args.tokens + args.k
         print(f"{folder.name}, {args.k} drafts, {len(ids)} held-out prompts, tokens a step:")
         for way, found in report(drafter, target, ids, length, args.k, args.texts).items():
-            print(f"  {way if way == 'greedy' else 'T = 1, ' + way:<42}{found:.3f}")
+            print(f"  {way if way == 'greedy' else 'T = 1, ' + way:<46}{found:.3f}")
     return 0
 
 

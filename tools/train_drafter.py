@@ -47,11 +47,11 @@ BUNDLED = Path(__file__).parents[1] / "src" / "octavo" / "assets" / "octavo-tiny
 class Recipe:
     """How a drafter is trained. Steps take a batch of the corpus and one of the target's own text in turn."""
 
-    seconds: float = 40.0  # of training, at most; the learning rate falls with whichever is nearer, time or steps
+    seconds: float = 55.0  # of training, at most; the learning rate falls with whichever is nearer, time or steps
     steps: int = 4000
-    corpus: tuple[int, int] = (32, 1024)  # windows, and tokens of each
+    corpus: tuple[int, int] = (64, 512)  # windows, and tokens of each
     own: tuple[int, int] = (96, 320)
-    rounds: int = 8  # of text that the target writes, each of `writers` sequences
+    rounds: int = 5  # of text that the target writes, each of `writers` sequences
     writers: int = 2048
     depth: int = 5  # entries of a chain
     draft_vocab: int = 3072
@@ -59,7 +59,7 @@ class Recipe:
     adam_lr: float = 0.002
     weight_decay: float = 0.05
     later: float = 0.85  # weight of an entry's loss, of the entry's before it
-    aims: tuple[tuple[str, float], ...] = (("distribution", 0.5), ("likeliest", 0.5))  # AIMS, and the weight of each
+    aims: tuple[tuple[str, float], ...] = (("draw", 0.7), ("likeliest", 0.3))  # of AIMS, each with its weight
     sharpness: float = 2.0  # of the aim "draw"
 
 
