@@ -166,9 +166,10 @@ def loss_of(drafter: Drafter, target: TinyQwen3, ids: Tensor, recipe: Recipe, ge
     noise = gumbel_like(logits, generator)
     total, weight, weights = torch.zeros((), device=ids.device), 1.0, 0.0
     for step, drafted in enumerate(drafter.unroll(ids, taps, hidden, recipe.depth)):
-        aimed = [each[:, step + 1 : step + 1 + length].flatten(0, 1) for each in (logits, noise)]
+        guess = drafted.float().flatten(0, 1)
+        aim, own = (each[:, step + 1 : step + 1 + length].flatten(0, 1) for each in (logits, noise))
         for name, share in recipe.aims:
-            loss = AIMS[name](drafted.float().flatten(0, 1), *aimed, recipe.sharpness)
+            loss = AIMS[name](guess, aim, own, recipe.sharpness)
             total = total + weight * share * loss.mean()
         weights += weight
         weight *= recipe.later
