@@ -47,11 +47,11 @@ BUNDLED = Path(__file__).parents[1] / "src" / "octavo" / "assets" / "octavo-tiny
 class Recipe:
     """How a drafter is trained. Steps take a batch of the corpus and one of the target's own text in turn."""
 
-    seconds: float = 40.0  # of training, at most; the learning rate falls with whichever is nearer, time or steps
+    seconds: float = 55.0  # of training, at most; the learning rate falls with whichever is nearer, time or steps
     steps: int = 4000
-    corpus: tuple[int, int] = (32, 1024)  # windows, and tokens of each
+    corpus: tuple[int, int] = (64, 512)  # windows, and tokens of each
     own: tuple[int, int] = (96, 320)
-    rounds: int = 8  # of text that the target writes, each of `writers` sequences
+    rounds: int = 5  # of text that the target writes, each of `writers` sequences
     writers: int = 2048
     depth: int = 5  # entries of a chain
     draft_vocab: int = 3072
@@ -59,6 +59,8 @@ class Recipe:
     adam_lr: float = 0.002
     weight_decay: float = 0.05
     later: float = 0.85  # weight of an entry's loss, of the entry's before it
+    aims: tuple[tuple[str, float], ...] = (("draw", 0.7), ("likeliest", 0.3))  # of AIMS, each with its weight
+    sharpness: float = 2.0  # of the aim "draw"
 
 
 # On a CPU of which other people want most: minutes.
@@ -68,9 +70,20 @@ SMOKE = Recipe(
 )
 
 
+def gumbel_like(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Gumbel noise: argmax(logits + noise) is drawn from softmax(logits)."""
+    waits = torch.empty_like(x, dtype=torch.float32).exponential_(generator=generator)
+    return waits.clamp_(min=1e-30).log_().neg_()
+
+
 @torch.no_grad()
-def write_on(model: TinyQwen3, ids: Tensor, length: int, temperatures: Tensor, generator: torch.Generator) -> Tensor:
-    """ids [B, T] continued to `length` tokens, drawn at temperatures [B]; 0: the likeliest."""
+def write_on(
+    model: TinyQwen3, ids: Tensor, length: int, temperatures: Tensor, noise: torch.Generator | Tensor
+) -> Tensor:
+    """ids [B, T] continued to `length` tokens, drawn at temperatures [B]; 0: the likeliest.
+
+    noise: of all places, [B, length, vocabulary] as `gumbel_like` gives it, or what it is drawn with.
+    """
     shape, (rows, start) = model.shape, ids.shape
     out = functional.pad(ids, (0, length - start))
     sizes = (shape.layers, 2, rows, shape.kv_heads, length, shape.head_dim)
@@ -91,8 +104,8 @@ def write_on(model: TinyQwen3, ids: Tensor, length: int, temperatures: Tensor, g
             x = x + own.o_proj(mixed.transpose(1, 2).reshape(rows, end - begin, -1))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         logits = functional.linear(model.norm(x[:, -1]), model.embed_tokens.weight).float()
-        noise = -torch.empty_like(logits).exponential_(generator=generator).log()  # Gumbel's
-        out[:, end] = (logits + noise * temperatures[:, None]).argmax(-1)
+        own = noise[:, end] if isinstance(noise, Tensor) else gumbel_like(logits, noise)
+        out[:, end] = (logits + own * temperatures[:, None]).argmax(-1)
         begin = end
     return out
 
@@ -115,22 +128,49 @@ def draft_ids_of(data: TokenStream, own: Tensor, size: int, vocab: int) -> Tenso
     return counts.topk(min(size, vocab)).indices.sort().values
 
 
-def loss_of(drafter: Drafter, target: TinyQwen3, ids: Tensor, recipe: Recipe) -> Tensor:
-    """Cross-entropy against the target's distribution and against its likeliest token, of all entries of all chains."""
+def aim_at_distribution(drafted: Tensor, logits: Tensor, noise: Tensor, sharpness: float) -> Tensor:
+    """Cross-entropy against the target's distribution."""
+    return -(torch.softmax(logits, dim=-1) * torch.log_softmax(drafted, dim=-1)).sum(-1)
+
+
+def aim_at_likeliest(drafted: Tensor, logits: Tensor, noise: Tensor, sharpness: float) -> Tensor:
+    """Cross-entropy against the target's likeliest token."""
+    return functional.cross_entropy(drafted, logits.argmax(-1), reduction="none")
+
+
+def aim_at_draw(drafted: Tensor, logits: Tensor, noise: Tensor, sharpness: float) -> Tensor:
+    """Cross-entropy against what the target draws with a noise that the draft has as well: of the scores' softmax."""
+    drawn = (logits + noise).argmax(-1)
+    return functional.cross_entropy((drafted + noise) * sharpness, drawn, reduction="none")
+
+
+def aim_at_overlap(drafted: Tensor, logits: Tensor, noise: Tensor, sharpness: float) -> Tensor:
+    """Minus the logarithm of how often rejection sampling accepts."""
+    return -torch.minimum(torch.softmax(logits, dim=-1), torch.softmax(drafted, dim=-1)).sum(-1).log()
+
+
+AIMS = {
+    "distribution": aim_at_distribution,
+    "likeliest": aim_at_likeliest,
+    "draw": aim_at_draw,
+    "overlap": aim_at_overlap,
+}
+
+
+def loss_of(drafter: Drafter, target: TinyQwen3, ids: Tensor, recipe: Recipe, generator: torch.Generator) -> Tensor:
+    """Of all entries of all chains, by the recipe's aims."""
     taps, hidden, logits = watch(target, ids)
     length = ids.shape[1] - recipe.depth
     chosen = getattr(drafter, "draft_ids", None)
-    if chosen is not None:
-        logits = logits[..., chosen]
-    aim = torch.softmax(logits.float(), dim=-1)
-    best = logits.argmax(-1)
+    logits = (logits if chosen is None else logits[..., chosen]).float()
+    noise = gumbel_like(logits, generator)
     total, weight, weights = torch.zeros((), device=ids.device), 1.0, 0.0
     for step, drafted in enumerate(drafter.unroll(ids, taps, hidden, recipe.depth)):
-        places = slice(step + 1, step + 1 + length)
-        guess = torch.log_softmax(drafted.float(), dim=-1)
-        soft = -(aim[:, places] * guess).sum(-1).mean()
-        hard = functional.nll_loss(guess.flatten(0, 1), best[:, places].flatten())
-        total = total + weight * (soft + hard) / 2
+        guess = drafted.float().flatten(0, 1)
+        aim, own = (each[:, step + 1 : step + 1 + length].flatten(0, 1) for each in (logits, noise))
+        for name, share in recipe.aims:
+            loss = AIMS[name](guess, aim, own, recipe.sharpness)
+            total = total + weight * share * loss.mean()
         weights += weight
         weight *= recipe.later
     return total / weights
@@ -182,7 +222,7 @@ def train(
         else:
             ids = own[torch.randint(len(own), (recipe.own[0],), generator=generator, device=device)].long()
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = loss_of(drafter, target, ids, recipe)
+            loss = loss_of(drafter, target, ids, recipe, generator)
         torch.autograd.backward(loss)
         for opt in optimizers:
             opt.step()
