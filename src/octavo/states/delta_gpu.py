@@ -65,6 +65,7 @@ _FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "
 
 
 Given = tuple[Tensor, Tensor, Tensor]  # qkv, a, b
+Which = tuple[Tensor, int]  # rows that are ahead of those that are meant, on the device; how many these are at most
 Choose = Callable[[ModuleType, LayerStates, Told, DeltaOperands, Tensor], bool]
 
 
@@ -164,66 +165,60 @@ def _decode_rows(
 
 
 def _scan_rows(
-    own: LayerStates,
-    told: Told,
-    rule: DeltaOperands,
-    given: Given,
-    out: Tensor,
-    which: tuple[Tensor, int],
-    choose: Choose,
+    own: LayerStates, told: Told, rule: DeltaOperands, given: Given, out: Tensor, which: Which, choose: Choose
 ) -> None:
-    """Of rows of several tokens, or of any. which: how many rows are ahead, on the device, and how many are theirs."""
-    (qkv, a, b), (ahead, num_rows), step, heads, keys = given, which, own.inputs, rule.num_heads, rule.key_size
-    values = rule.value_size
-    walks = step.max_query_len > FEW and own.chunk == 64 and qkv.dtype in _WALKED and is_streamable(told, keys)
-    is_copied = walks and choose(delta_prompts, own, told, rule, qkv)
+    """Of rows of several tokens, or of any."""
+    (qkv, a, b), step = given, own.inputs
+    fits = own.chunk == 64 and qkv.dtype in _WALKED and is_streamable(told, rule.key_size)
+    walks = fits and step.max_query_len > FEW  # by Triton, which takes fewer tokens a block at a time
+    is_copied = fits and step.max_query_len > 1 and choose(delta_prompts, own, told, rule, qkv)
     is_prepared = is_copied and a.dtype == b.dtype == qkv.dtype and choose(delta_prepare, own, told, rule, qkv)
-    if not is_prepared or side_by_side.current() is not None:
+    if not is_prepared or side_by_side.current() is not None:  # those that it is compared with compile as well
         made = _ready(own, told, rule, given, walks)
     if is_prepared:
         made = _prepare(own, told, rule, given, which)
     if is_copied:
         _walk(own, told, rule, qkv, made, out, which)
-        if side_by_side.current() is None:  # else those that it is compared with compile as well
-            return
-    query, key, total, rate, *blocks = made
-    forms = dict(zip(_FORMS, told.forms, strict=True))
-    taken = query, key, qkv[:, 2 * rule.num_key_heads * keys :], qkv.stride(0), total, rate, *blocks, out
-    taken += step.rows, step.query_start, step.seq_lens, ahead, len(step.rows), *told.tables
-    if walks:  # rows that begin at a border
+    if not is_copied or side_by_side.current() is not None:
+        _scan(own, told, rule, qkv, made, out, which, walks)
+    if step.max_query_len == 1:
+        _advance(own, told, rule, qkv, len(step.rows))
+
+
+def _scan(
+    own: LayerStates,
+    told: Told,
+    rule: DeltaOperands,
+    qkv: Tensor,
+    made: tuple[Tensor, ...],
+    out: Tensor,
+    which: Which,
+    walks: bool,
+) -> None:
+    """By Triton: chunks of rows that begin at a border, if it walks, and blocks of the others. made: see `_ready`."""
+    step, heads, values, (query, key, *others), (ahead, num_rows) = (
+        own.inputs,
+        rule.num_heads,
+        rule.value_size,
+        made,
+        which,
+    )
+    forms, shape = dict(zip(_FORMS, told.forms, strict=True)), _shape(own, rule, qkv)
+    given = query, key, qkv[:, 2 * rule.num_key_heads * rule.key_size :], qkv.stride(0), *others, out
+    given += step.rows, step.query_start, step.seq_lens, ahead, len(step.rows), *told.tables
+    if walks:
         named = {name: forms[name] for name in ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM")}
         wide, warps = _tile(values, _WALKING)
+        options = {"VALUE_SIZE": values, "TILE": wide, "STAGES": _WALK_STAGES, "num_warps": warps, "num_stages": 1}
         delta_walk[heads * -(-values // wide), num_rows](
-            *taken,
-            *told.kept[:4],
-            *told.firsts,
-            **_shape(own, rule, qkv),
-            **named,
-            VALUE_SIZE=values,
-            TILE=wide,
-            STAGES=_WALK_STAGES,
-            num_warps=warps,
-            num_stages=1,
-            **PLAIN,
+            *given, *told.kept[:4], *told.firsts, **shape, **named, **options, **PLAIN
         )
     kind = kind_of(step.max_query_len)
     tile, _ = _tile(values, kind)
+    options = {"VALUE_SIZE": values, "TILE": tile, "ADVANCE": step.max_query_len > 1, "WALKED": walks, "num_stages": 1}
     delta_scan[heads * -(-values // tile), num_rows](
-        *taken,
-        *told.kept,
-        *told.firsts,
-        **_shape(own, rule, qkv),
-        **forms,
-        VALUE_SIZE=values,
-        TILE=tile,
-        ADVANCE=step.max_query_len > 1,
-        WALKED=walks,
-        num_stages=1,
-        **_program(qkv, kind),
-        **PLAIN,
+        *given, *told.kept, *told.firsts, **shape, **forms, **options, **_program(qkv, kind), **PLAIN
     )
-    if step.max_query_len == 1:
-        _advance(own, told, rule, qkv, len(step.rows))
 
 
 def _ready(own: LayerStates, told: Told, rule: DeltaOperands, given: Given, by_chunk: bool) -> tuple[Tensor, ...]:
@@ -241,9 +236,7 @@ def _ready(own: LayerStates, told: Told, rule: DeltaOperands, given: Given, by_c
     return query, key, total, rate, *_blocks(own, told, rule, query, key, total, rate, by_chunk)
 
 
-def _prepare(
-    own: LayerStates, told: Told, rule: DeltaOperands, given: Given, which: tuple[Tensor, int]
-) -> tuple[Tensor, ...]:
+def _prepare(own: LayerStates, told: Told, rule: DeltaOperands, given: Given, which: Which) -> tuple[Tensor, ...]:
     """What `_ready` makes by chunks, by `delta_prepare`, of those rows alone."""
     (qkv, a, b), step, count, heads = given, own.inputs, len(given[0]), rule.num_heads
     num_rows = len(step.rows)
@@ -269,7 +262,7 @@ def _walk(
     qkv: Tensor,
     made: tuple[Tensor, ...],
     out: Tensor,
-    which: tuple[Tensor, int],
+    which: Which,
 ) -> None:
     """What `delta_walk` and `delta_scan` do, by `delta_prompts`. made: see `_ready`."""
     step, kept, (query, key, *others) = own.inputs, told.kept, made
