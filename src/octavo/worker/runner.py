@@ -376,8 +376,7 @@ class Runner:
         if batch is None:
             longest, length = (min(most, self._max_model_len) for most in (key.num_tokens, key.max_seq_len))
             longest = 1 + key.num_drafts if key.is_decode or key.num_drafts else longest
-            every = key.num_drafts > 0
-            sizes = key.num_rows, key.num_tokens, longest, length, key.max_long
+            sizes, every = (key.num_rows, key.num_tokens, longest, length, key.max_long), key.num_drafts > 0
             batch = self._padded[key] = self._buffers.view(*sizes, every=every, apart=every)
         return batch
 
