@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -94,8 +94,8 @@ def config(role: str) -> Any:
 def sides(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sides]:
     copy, copies = MappedMemory.copy, list[list[int]]()
 
-    def noted(self: MappedMemory, own: torch.Tensor, target: Any, source: Any, begun: Callable[[], object]) -> None:
-        copy(self, own, target, source, begun)
+    def noted(self: MappedMemory, own: torch.Tensor, target: Any, source: Any) -> None:
+        copy(self, own, target, source)
         copies.append(source.blocks)
 
     monkeypatch.setattr(IpcWay, "memory", MappedMemory)
