@@ -35,8 +35,10 @@ class MappedMemory:
     def close(self, address: int) -> None:
         self.open_ones.remove(address)
 
-    def copy(self, own: torch.Tensor, target: Region, source: Region, begun: Callable[[], object]) -> None:
-        begun()
+    def order(self, own: torch.Tensor, target: Region, source: Region) -> Callable[[], object]:
+        return lambda: self.copy(own, target, source)
+
+    def copy(self, own: torch.Tensor, target: Region, source: Region) -> None:
         for (to, size), (of, same) in zip(*(side.tolist() for side in joined_runs(target, source)), strict=True):
             assert size == same
             assert own.data_ptr() <= to <= to + size <= own.data_ptr() + own.nbytes

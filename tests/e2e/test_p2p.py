@@ -454,13 +454,13 @@ def test_N_5_a_thread_in_which_nixl_works_was_entered(way: str, make_llm: Make, 
     need_library("nixl")
     from octavo.kv_connector.worker.ways.nixl_agent import NixlAgent
 
-    entered, worked, move = set[int](), set[int](), NixlAgent.move
+    entered, worked, begin = set[int](), set[int](), NixlAgent.begin
 
-    def moving(agent: NixlAgent, *args: Any) -> None:
+    def beginning(agent: NixlAgent, *args: Any) -> Any:
         worked.add(threading.get_ident())
-        move(agent, *args)
+        return begin(agent, *args)
 
-    monkeypatch.setattr(NixlAgent, "move", moving)
+    monkeypatch.setattr(NixlAgent, "begin", beginning)
     monkeypatch.setattr(CacheBytes, "enter_thread", lambda _: entered.add(threading.get_ident()))
     first = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_producer", **WAYS[way]))
     second = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_consumer", **WAYS[way]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -94,8 +94,8 @@ def config(role: str) -> Any:
 def sides(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sides]:
     copy, copies = MappedMemory.copy, list[list[int]]()
 
-    def noted(self: MappedMemory, own: torch.Tensor, target: Any, source: Any, begun: Callable[[], object]) -> None:
-        copy(self, own, target, source, begun)
+    def noted(self: MappedMemory, own: torch.Tensor, target: Any, source: Any) -> None:
+        copy(self, own, target, source)
         copies.append(source.blocks)
 
     monkeypatch.setattr(IpcWay, "memory", MappedMemory)
@@ -143,6 +143,28 @@ def test_P_3_what_was_read_by_wrong_names_is_read_again(sides: Sides, more: dict
     sides.load(5, 5, **more)
     assert not sides.loaded().failed and sides.holds([3, 11, 12])
     assert sides.copies == [*ahead, [3, 11, 12]]
+
+
+def test_a_load_is_begun_by_who_gives_its_order_and_over_a_new_connection_where_the_old_one_ended(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides.meet()
+    order, threads = MappedMemory.order, list[int]()
+
+    def noted(self: MappedMemory, *args: Any) -> Any:
+        threads.append(threading.get_ident())
+        return order(self, *args)
+
+    monkeypatch.setattr(MappedMemory, "order", noted)
+    for number in (5, 6):
+        sides.offer(number, [3, 11, 12])
+        sides.load(number, number, blocks=[3, 11, 12])
+        assert not sides.loaded().failed and sides.holds([3, 11, 12])
+        assert (threads[-1] == threading.get_ident()) == (number == 5), "without a connection a thread makes one"
+        for pair in list(sides.giver._pairs):
+            pair.close()
+        threads.clear()
+        sides.own[0].zero_()
 
 
 def test_P_3_what_was_read_of_blocks_that_are_not_on_offer_does_not_count(sides: Sides) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import socket
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -36,7 +37,9 @@ from octavo.kv_connector.peers.offers import Wanted
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
 from octavo.kv_connector.worker.pair import (
+    NOT_AHEAD,
     PIECE_BYTES,
+    Ahead,
     Ask,
     Done,
     Hello,
@@ -50,6 +53,7 @@ from octavo.kv_connector.worker.pair import (
 
 _LOG = logging.getLogger(__name__)
 Address = tuple[str, int]
+_T = TypeVar("_T")
 
 
 class _Batch(NamedTuple):
@@ -98,16 +102,47 @@ class Fetches:
             for pair in pairs:
                 pair.close()
 
+    def start(self, job: Job) -> Callable[[], Report] | None:
+        """Begin a load in the thread that gives its order, if that waits for nobody. What is left; None: all of it."""
+        wanted = msgspec.msgpack.decode(job.order.payload, type=Wanted)
+        if not (self._way.orders_at_once and wanted.blocks and len(wanted.addresses) == 1):
+            return None
+        pair = self._take_idle(wanted.addresses[0], wanted.engine_id)
+        if pair is None:
+            return None
+        if pair.region is None or not has_same_rows(pair.theirs, self._own) or not pair.can_settle:
+            self._keep(wanted.addresses[0], pair)
+            return None
+        try:
+            self._settle(pair)
+            ahead = self._read_ahead(_Fetch(job, wanted, [pair]), 0)
+        except Exception as error:  # of a peer or a driver: the load begins anew, and says it
+            _LOG.debug("a load is begun once more: %s", error)
+            pair.close()
+            return None
+        return functools.partial(self._handle, job, wanted, [pair], ahead, is_asked=True)
+
+    def _keep(self, address: Address, pair: Pair) -> None:
+        with self._lock:
+            self._idle.setdefault(address, []).append(pair)
+
     def handle(self, job: Job) -> Report:
         """See Handler. Raises TransferError, OSError, EOFError."""
         wanted = msgspec.msgpack.decode(job.order.payload, type=Wanted)
         kept = [self._take_idle(address, wanted.engine_id) for address in wanted.addresses]
+        return self._handle(job, wanted, kept)
+
+    def _handle(
+        self, job: Job, wanted: Wanted, kept: Sequence[Pair | None], ahead: Ahead = NOT_AHEAD, *, is_asked: bool = False
+    ) -> Report:
+        """is_asked: all ranks, and `ahead` is on its way."""
         try:
-            return self._fetch(job, wanted, kept)
+            return self._fetch(job, wanted, kept, ahead, is_asked=is_asked)
         except (OSError, EOFError) as error:
             if isinstance(error, TimeoutError) or not any(kept):
                 raise
-        return self._fetch(job, wanted, [None] * len(kept))  # a peer was started anew: once more, over new connections
+        # a peer was started anew: once more, over new connections
+        return self._fetch(job, wanted, [None] * len(kept), NOT_AHEAD, is_asked=False)
 
     def _take_idle(self, address: Address, engine_id: str) -> Pair | None:
         with self._lock:
@@ -115,27 +150,33 @@ class Fetches:
             fitting = [number for number, pair in enumerate(pairs) if engine_id in ("", pair.engine_id)]
             return pairs.pop(fitting[-1]) if fitting else None
 
-    def _fetch(self, job: Job, wanted: Wanted, kept: Sequence[Pair | None]) -> Report:
-        pairs, began = [pair for pair in kept if pair is not None], time.monotonic()
+    def _fetch(self, job: Job, wanted: Wanted, kept: Sequence[Pair | None], ahead: Ahead, *, is_asked: bool) -> Report:
+        pairs = [pair for pair in kept if pair is not None]
         try:
             ordered: list[Pair] = []
             for address, pair in zip(wanted.addresses, kept, strict=True):
                 if pair is None:
                     pairs.append(pair := self._connect(address, wanted.engine_id))
-                pair.settle()
+                if not is_asked:
+                    self._settle(pair)
                 ordered.append(pair)
-                pair.marks = [("begun", began), ("connected", time.monotonic())]
             fetch = _Fetch(job, wanted, ordered)
-            partial = self._move(fetch)
+            partial = self._move(fetch, ahead if is_asked else None)
             self._end(fetch)
         except BaseException:
             for pair in pairs:
                 pair.close()
             raise
-        with self._lock:
-            for address, pair in zip(wanted.addresses, ordered, strict=True):
-                self._idle.setdefault(address, []).append(pair)
+        for address, pair in zip(wanted.addresses, ordered, strict=True):
+            self._keep(address, pair)
         return Report(number=job.order.number, partial=partial)
+
+    @staticmethod
+    def _settle(pair: Pair) -> None:
+        """Begin a fetch over a connection, behind the one before."""
+        pair.marks.clear()
+        pair.mark("begun")
+        pair.settle()
 
     def _end(self, fetch: _Fetch) -> None:
         """Say that all is here. Who has the blocks answers that they were on offer until then, which is due later.
@@ -190,10 +231,13 @@ class Fetches:
             for pair in pairs:
                 pair.close()
 
-    def _move(self, fetch: _Fetch) -> list[int]:
-        """Fill the order's blocks. Those of which only what the request reads has come."""
+    def _move(self, fetch: _Fetch, ahead: Ahead | None) -> list[int]:
+        """Fill the order's blocks. Those of which only what the request reads has come.
+
+        ahead: of a peer that is asked.
+        """
         if len(fetch.pairs) == 1 and has_same_rows(fetch.peers[0], self._own):
-            self._take_as_they_are(fetch, 0)
+            self._take_as_they_are(fetch, 0, ahead)
             return []
         names = ", ".join(pair.peer for pair in fetch.pairs)
         try:
@@ -202,7 +246,7 @@ class Fetches:
             raise UnlikeError(f"{names} {error}") from None
         givers = [number for number, parts in enumerate(divided) if parts]
         if len(givers) == 1 and has_same_rows(fetch.peers[givers[0]], self._own):
-            self._take_as_they_are(fetch, givers[0])
+            self._take_as_they_are(fetch, givers[0], None)
             return []
         return self._take_by_rows(fetch, divided)
 
@@ -233,28 +277,38 @@ class Fetches:
             raise (UnlikeError if told.is_unlike else TransferError)(f"{pair.peer}: {told.refused}")
         return told
 
-    def _take_as_they_are(self, fetch: _Fetch, giver: int) -> None:
+    def _pieces(self, blocks: Sequence[_T]) -> list[Sequence[_T]]:
+        """As many of them as come at a time."""
         count = max(self._way.piece_bytes // self._cache.block_bytes, 1)
-        places, blocks = fetch.wanted.places, fetch.job.order.blocks
-        starts = range(0, len(places), count)
-        told = Told()
+        return [blocks[start : start + count] for start in range(0, len(blocks), count)]
 
-        def ask() -> None:
+    def _read_ahead(self, fetch: _Fetch, giver: int) -> Ahead:
+        """Ask all ranks, and order before what the offer has named, which is copied while its side looks for it.
+
+        An error leaves no copy under way.
+        """
+        ahead = self._way.read_ahead(fetch.pairs[giver], fetch.wanted.blocks, fetch.job, fetch.job.order.blocks)
+        try:
+            pieces = self._pieces(fetch.wanted.places)
             for number in range(len(fetch.pairs)):
-                self._ask(fetch, number, [places[s : s + count] for s in starts] if number == giver else [])
-            fetch.job.is_under_way.set()
+                self._ask(fetch, number, pieces if number == giver else [])
+        except BaseException:
+            ahead.wait()
+            raise
+        fetch.job.is_under_way.set()
+        return ahead
 
-        # what an offer said of its blocks is taken for true, and they are copied while its side looks for it
-        foreseen = self._way.read_ahead(fetch.pairs[giver], fetch.wanted.blocks, fetch.job, blocks, ask)
-        if not foreseen:
-            ask()
+    def _take_as_they_are(self, fetch: _Fetch, giver: int, ahead: Ahead | None) -> None:
+        ahead = ahead or self._read_ahead(fetch, giver)
+        ahead.wait()
+        told = Told()
         for number, pair in enumerate(fetch.pairs):
             answer = self._hear(pair)
             if answer.lacking:
-                raise _lacks(pair, fetch, places[answer.lacking[0]])
+                raise _lacks(pair, fetch, fetch.wanted.places[answer.lacking[0]])
             told = answer if number == giver else told
-        if not foreseen or (told.told, told.offer) != (foreseen, fetch.wanted.offer):
-            self._way.take(fetch.pairs[giver], told.told, fetch.job, [blocks[s : s + count] for s in starts])
+        if not ahead.told or (told.told, told.offer) != (ahead.told, fetch.wanted.offer):
+            self._way.take(fetch.pairs[giver], told.told, fetch.job, self._pieces(fetch.job.order.blocks))
 
     def _take_by_rows(self, fetch: _Fetch, divided: Sequence[Sequence[Part]]) -> list[int]:
         steps = list(self._batches(fetch, divided))

@@ -41,6 +41,7 @@ class Job:
         self._num_touching = 0
         self._is_cancelled = False
         self._is_done = False
+        self.rest: Callable[[], Report] | None = None  # of a load that is begun: what is left of it
         self.is_under_way = threading.Event()  # whoever works it off waits for others now, or has ended
 
     @contextlib.contextmanager
@@ -94,6 +95,10 @@ def _bring_nothing(order: Order) -> Arrivals | None:
     return None
 
 
+def _start_nothing(job: Job) -> Callable[[], Report] | None:
+    return None
+
+
 class Mover:
     """See WorkerConnector. Loads and saves have threads of their own, so that neither waits for the other."""
 
@@ -107,18 +112,20 @@ class Mover:
         troubles: Troubles | None = None,
         bring: Callable[[Order], Arrivals | None] = _bring_nothing,
         gives_way: float = 0.0,
+        start: Callable[[Job], Callable[[], Report] | None] = _start_nothing,
     ) -> None:
         """num_threads: of each direction. timeout: seconds that `close` waits for an order. troubles: of the connector.
 
         What the handler raises is told there. bring: see `CacheBytes.bring`, of a load that is ordered by who calls.
-        gives_way: seconds that who begins a load leaves the interpreter to its thread, until it is under way.
+        gives_way: seconds that who begins a load leaves the interpreter to its thread, until it is under way. start:
+        of a load, by who begins it; what is left for its thread, in place of `handle`.
         """
         self._handler, self._block_bytes, self._timeout = handler, block_bytes, timeout
         self.troubles = troubles or Troubles(type(handler).__name__)
         self._since: dict[str, float] = {}  # thread that works off an order -> since when
         self._queues: dict[bool, queue.SimpleQueue[Job | None]] = {way: queue.SimpleQueue() for way in (False, True)}
         self._jobs: dict[int, Job] = {}
-        self._num_threads, self._gives_way = num_threads, gives_way
+        self._num_threads, self._gives_way, self._start = num_threads, gives_way, start
         self._bring, self._brought = bring, dict[int, tuple[Order, Arrivals, float]]()  # loads; what they took here
         self._ended: list[Report] = []
         self._lock = threading.Lock()
@@ -138,6 +145,8 @@ class Mover:
         with self._lock:
             self._seconds[order.is_load].begin()
             has_thread = self._seconds[order.is_load].num <= self._num_threads
+        if order.is_load and has_thread:
+            job.rest = self._start(job)
         self._queues[order.is_load].put(job)
         if order.is_load and has_thread and self._gives_way:
             job.is_under_way.wait(self._gives_way)
@@ -256,7 +265,7 @@ class Mover:
             try:
                 with job.touching():  # one that was cancelled while it waited for a thread keeps none
                     pass
-                report = self._handler.handle(job)
+                report = job.rest() if job.rest else self._handler.handle(job)
             except Cancelled:
                 with self._lock:
                     self._seconds[is_load].end()

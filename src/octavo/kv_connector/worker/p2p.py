@@ -73,6 +73,7 @@ class P2PWorker:
             timeout=transfer.timeout,
             troubles=troubles,
             gives_way=_GIVES_WAY,
+            start=fetches.start,
         )
         self._offers: dict[str, _Offer] = {}
         self._numbers: dict[int, str] = {}  # order -> its transfer id

@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -140,6 +140,11 @@ class Pair:
         return bool(poll.poll(seconds * 1000))
 
     @property
+    def can_settle(self) -> bool:
+        """Whether `settle` waits for nobody."""
+        return not self.is_due or self.says_something(0)
+
+    @property
     def has_gone(self) -> bool:
         """Whether the peer has closed the connection, over which nothing but a last answer is due."""
         if self.is_due and self.says_something(0):
@@ -184,11 +189,22 @@ def yield_interpreter() -> None:
     select.poll().poll(0)
 
 
+class Ahead(NamedTuple):
+    """Blocks that are on their way before their peer was asked."""
+
+    told: bytes  # what it has to `tell` then, if that was right; empty: nothing was ordered
+    wait: Callable[[], object]  # until they are there, by any thread, once. Raises as `Way.take`
+
+
+NOT_AHEAD = Ahead(b"", bool)
+
+
 class Way(Protocol):
     """How the bytes of blocks come from one cache to another."""
 
     name: str
     piece_bytes: int  # of blocks that come together
+    orders_at_once: bool  # `read_ahead` takes so short that nobody minds
 
     def ask(self, pair: Pair, num_bytes: int) -> bytes:
         """What the side that has the blocks must know. num_bytes: of what comes at a time, at most."""
@@ -196,14 +212,8 @@ class Way(Protocol):
     def tell(self, blocks: Sequence[int]) -> bytes:
         """What the side that wants these blocks must know."""
 
-    def read_ahead(
-        self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int], begun: Callable[[], object]
-    ) -> bytes:
-        """As `take`, before the peer has said a word: `theirs` are the blocks there, so far as is known.
-
-        What it has to `tell` then, if that was right; empty: nothing was read. `begun` is called when the bytes are on
-        their way.
-        """
+    def read_ahead(self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int]) -> Ahead:
+        """Order what `take` does, before the peer has said a word. theirs: the blocks there, so far as is known."""
 
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """Until the peer has these blocks, some at a time, but for its word Done.

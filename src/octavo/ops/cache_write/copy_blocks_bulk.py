@@ -19,7 +19,7 @@ from octavo.ops.compile import driver, nvrtc
 from octavo.ops.gemm.gemm_pipeline import is_hopper
 
 _LOG = logging.getLogger(__name__)
-CHUNK, STAGES, PROGRAMS = 64 << 10, 3, 32  # bytes that a copy moves, copies under way in a program, programs
+CHUNK, STAGES, PROGRAMS = 32 << 10, 6, 16  # bytes that a copy moves, copies under way in a program, programs
 _BLOCKS = 224  # of a launch: their numbers are among its parameters, which then need no copy of their own
 _UNIT = 16  # bytes: of what a copy's addresses and size are multiples
 _THREADS = 32

@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
-from octavo.kv_connector.worker.pair import PIECE_BYTES, Pair, TransferError
+from octavo.kv_connector.worker.pair import NOT_AHEAD, PIECE_BYTES, Ahead, Pair, TransferError
 from octavo.rl.transport.gloo import make_gloo
 
 TAKES, GIVES = 0, 1  # ranks of a group of two
@@ -23,7 +23,7 @@ class GlooWay:
     """See Way. The side that wants blocks has the store, where the group meets; it stays while the connection does."""
 
     name = "gloo"
-    piece_bytes = PIECE_BYTES
+    piece_bytes, orders_at_once = PIECE_BYTES, False
 
     def __init__(self, cache: CacheBytes) -> None:
         """Nobody is met."""
@@ -41,9 +41,9 @@ class GlooWay:
         """See Way."""
         return b""
 
-    def read_ahead(self, pair: Pair, *_: object) -> bytes:
+    def read_ahead(self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int]) -> Ahead:
         """See Way: bytes come when they are sent."""
-        return b""
+        return NOT_AHEAD
 
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way."""

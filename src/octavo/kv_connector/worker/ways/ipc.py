@@ -19,7 +19,7 @@ import torch
 
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
-from octavo.kv_connector.worker.pair import PIECE_BYTES, Pair, TransferError, UnlikeError
+from octavo.kv_connector.worker.pair import NOT_AHEAD, PIECE_BYTES, Ahead, Pair, TransferError, UnlikeError
 from octavo.kv_connector.worker.ways.ipc_memory import DeviceMemory, Memory, Shared, host_name
 from octavo.kv_connector.worker.ways.regions import Region, foreseen, read_region, region_of, until_read
 
@@ -31,7 +31,7 @@ class IpcWay:
     """See Way."""
 
     name = "ipc"
-    piece_bytes = PIECE_BYTES
+    piece_bytes, orders_at_once = PIECE_BYTES, True
     memory: ClassVar[Callable[[torch.device], Memory]] = DeviceMemory
 
     def __init__(self, cache: CacheBytes, *, gives: bool) -> None:
@@ -51,13 +51,11 @@ class IpcWay:
         """See Way: where they are, and what that is mapped by."""
         return msgspec.msgpack.encode(msgspec.structs.replace(self._own, agent=self._shared, blocks=list(blocks)))
 
-    def read_ahead(
-        self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int], begun: Callable[[], object]
-    ) -> bytes:
+    def read_ahead(self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int]) -> Ahead:
         """See Way."""
-        if told := foreseen(pair, theirs):
-            self._read(pair, told, job, blocks, begun)
-        return told
+        if not (told := foreseen(pair, theirs)):
+            return NOT_AHEAD
+        return Ahead(told, self._order(pair, told, job, blocks))
 
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: the peer does it."""
@@ -65,14 +63,23 @@ class IpcWay:
 
     def take(self, pair: Pair, told: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: all at once."""
-        self._read(pair, told, job, [block for piece in pieces for block in piece], bool)
+        self._order(pair, told, job, [block for piece in pieces for block in piece])()
 
-    def _read(self, pair: Pair, told: bytes, job: Job, blocks: Sequence[int], begun: Callable[[], object]) -> None:
+    def _order(self, pair: Pair, told: bytes, job: Job, blocks: Sequence[int]) -> Callable[[], object]:
+        """Begin to copy; the wait, by any thread, until which the peer's memory is not unmapped."""
         own = msgspec.structs.replace(self._own, blocks=list(blocks))
-        with self._reading(pair, told, len(blocks)) as theirs:
+        with contextlib.ExitStack() as held:
+            theirs = held.enter_context(self._reading(pair, told, len(blocks)))
             pair.mark("mapped")
-            with job.touching():
-                self._memory.copy(self._cache.data, own, theirs, begun)
+            held.enter_context(job.touching())
+            wait = self._memory.order(self._cache.data, own, theirs)
+            rest = held.pop_all()
+
+        def end() -> None:
+            with rest:
+                wait()
+
+        return end
 
     def rows(self, pair: Pair, told: bytes, pieces: Sequence[int]) -> Generator[torch.Tensor]:
         """See Way: copied beside the cache, and from there to the host."""
@@ -87,7 +94,7 @@ class IpcWay:
             with self._reading(pair, told, sum(pieces)) as theirs:
                 there = msgspec.structs.replace(theirs, blocks=theirs.blocks[start : start + count])
                 here = msgspec.structs.replace(own, blocks=list(range(count)))
-                self._memory.copy(beside, here, there, bool)
+                self._memory.order(beside, here, there)()
             with torch.inference_mode():
                 rows[:count].copy_(beside[:count])
             yield rows[:count]

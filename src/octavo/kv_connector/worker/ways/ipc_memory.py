@@ -1,11 +1,12 @@
 """DeviceMemory: a GPU's memory that other processes of the host map, by the driver's handles, and copies out of theirs.
 
-Owns how blocks are copied, and the stream for it. Knows no peer. Invariants: when `copy` returns, or raises, no byte is
-under way; what was opened stays mapped until it is closed, even if who owns it has ended.
+Owns how blocks are copied, and the stream for it. Knows no peer. Invariants: when `order` raises, or what it gives has
+been waited for, no byte is under way; what was opened stays mapped until it is closed, even if who owns it has ended.
 """
 
 from __future__ import annotations
 
+import functools
 import socket
 import time
 from collections.abc import Callable
@@ -45,11 +46,8 @@ class Memory(Protocol):
     def close(self, address: int) -> None:
         """Unmap what was opened."""
 
-    def copy(self, own: torch.Tensor, target: Region, source: Region, begun: Callable[[], object]) -> None:
-        """Copy the source's blocks to the target's, which are of `own`, and wait until they are there.
-
-        `begun` is called when that is ordered.
-        """
+    def order(self, own: torch.Tensor, target: Region, source: Region) -> Callable[[], object]:
+        """Begin to copy the source's blocks to the target's, which are of `own`; the wait, by any thread."""
 
 
 def _wait(done: torch.cuda.Event, num_bytes: int) -> None:
@@ -57,11 +55,15 @@ def _wait(done: torch.cuda.Event, num_bytes: int) -> None:
     if (seconds := num_bytes / _FASTEST - 5 * _POLL) > 0:
         time.sleep(seconds)
     until = time.monotonic() + _EAGER
-    while not done.query():
-        if time.monotonic() < until:
-            yield_interpreter()
-        else:
-            time.sleep(_POLL)
+    try:
+        while not done.query():
+            if time.monotonic() < until:
+                yield_interpreter()
+            else:
+                time.sleep(_POLL)
+    except BaseException:
+        done.synchronize()
+        raise
 
 
 def host_name() -> str:
@@ -98,7 +100,7 @@ class DeviceMemory:
         self._enter()
         mapped.close_handle(address)
 
-    def copy(self, own: torch.Tensor, target: Region, source: Region, begun: Callable[[], object]) -> None:
+    def order(self, own: torch.Tensor, target: Region, source: Region) -> Callable[[], object]:
         """See Memory. By a kernel: copy engines take as long for runs of 16 MiB, and longer for all shorter ones."""
         with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             done = torch.cuda.Event()
@@ -106,11 +108,10 @@ class DeviceMemory:
             try:
                 self._order(own, target, source)
                 done.record(self._stream)
-                begun()
-                _wait(done, len(target.blocks) * target.num_pages * target.page_bytes)
             except BaseException:
                 self._stream.synchronize()
                 raise
+        return functools.partial(_wait, done, len(target.blocks) * target.num_pages * target.page_bytes)
 
     def _order(self, own: torch.Tensor, target: Region, source: Region) -> None:
         parts = max(target.num_pages, source.num_pages)

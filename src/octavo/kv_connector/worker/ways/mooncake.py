@@ -18,7 +18,7 @@ import torch
 
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
-from octavo.kv_connector.worker.pair import PIECE_BYTES, Pair, TransferError
+from octavo.kv_connector.worker.pair import NOT_AHEAD, PIECE_BYTES, Ahead, Pair, TransferError
 from octavo.kv_connector.worker.ways.regions import Region, read_region, region_of, until_read
 
 _MAX_RUNS = 2048  # of a batch: with more on their way to one peer the library refuses it, and all that follow
@@ -29,7 +29,7 @@ _LEAST_SECONDS = 5  # that the library gives a batch
 class MooncakeWay:
     """See Way."""
 
-    piece_bytes = PIECE_BYTES
+    piece_bytes, orders_at_once = PIECE_BYTES, False
 
     def __init__(self, cache: CacheBytes, host: str, protocol: str, timeout: float, *, gives: bool) -> None:
         """host: where peers find this one. gives: registers the cache's memory. Raises RuntimeError."""
@@ -59,9 +59,9 @@ class MooncakeWay:
         assert self._engine is not None, "who offers blocks has registered them"
         return msgspec.msgpack.encode(region_of(self._cache, str(self._engine.get_rpc_port()).encode(), blocks))
 
-    def read_ahead(self, pair: Pair, *_: object) -> bytes:
+    def read_ahead(self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int]) -> Ahead:
         """See Way: not here."""
-        return b""
+        return NOT_AHEAD
 
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: the library's threads do it."""

@@ -7,6 +7,7 @@ given up arrives any more. Over TCP it would as long as the agent lived, whateve
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -97,13 +98,12 @@ class NixlAgent:
         with self._lock:
             self._agent.get_new_notifs()
 
-    def move(
-        self, what: str, own: Runs, others: Runs, name: str, pair: Pair, begun: Callable[[], object] = bool
-    ) -> None:
-        """READ from, or WRITE to, the agent `name` of a peer, until it is done. Raises TransferError.
+    def move(self, what: str, own: Runs, others: Runs, name: str, pair: Pair) -> None:
+        """READ from, or WRITE to, the agent `name` of a peer, until it is done. Raises TransferError."""
+        self.begin(what, own, others, name, pair)()
 
-        `begun` is called when that is ordered.
-        """
+    def begin(self, what: str, own: Runs, others: Runs, name: str, pair: Pair) -> Callable[[], None]:
+        """As `move`, without the wait, which is to be called."""
         began = time.monotonic()
         with self._lock:
             sides = [
@@ -114,8 +114,10 @@ class NixlAgent:
             ]
             handle = self._agent.initialize_xfer(what, *sides, name, b"octavo")
             state = self._agent.transfer(handle)
+        return functools.partial(self._wait, what, handle, state, began, pair)
+
+    def _wait(self, what: str, handle: Any, state: str, began: float, pair: Pair) -> None:
         try:
-            begun()
             while state == "PROC":
                 seconds = time.monotonic() - began
                 if seconds > pair.timeout:

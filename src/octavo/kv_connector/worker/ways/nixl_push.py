@@ -15,7 +15,7 @@ import torch
 
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
-from octavo.kv_connector.worker.pair import PIECE_BYTES, Done, Pair, TransferError
+from octavo.kv_connector.worker.pair import NOT_AHEAD, PIECE_BYTES, Ahead, Done, Pair, TransferError
 from octavo.kv_connector.worker.ways.nixl import host_region, runs_of
 from octavo.kv_connector.worker.ways.nixl_agent import POLL, NixlAgent
 from octavo.kv_connector.worker.ways.regions import Region, region_of
@@ -27,7 +27,7 @@ class NixlPushWay:
     """See Way."""
 
     name = "nixl, pushed"
-    piece_bytes = PIECE_BYTES
+    piece_bytes, orders_at_once = PIECE_BYTES, False
 
     def __init__(self, cache: CacheBytes, *, gives: bool) -> None:
         """gives: this side writes what its cache has."""
@@ -48,9 +48,9 @@ class NixlPushWay:
         """See Way."""
         return b""
 
-    def read_ahead(self, pair: Pair, *_: object) -> bytes:
+    def read_ahead(self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int]) -> Ahead:
         """See Way: bytes come when they are written."""
-        return b""
+        return NOT_AHEAD
 
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: write a piece and say so; the next one when its memory is free again."""
