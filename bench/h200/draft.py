@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +41,6 @@ SIZE, INNER, HEADS, PLACES, VOCAB = 1024, 3072, Heads(16, 8, 128), 32000, 151936
 MASK = MaskSpec(scale=128**-0.5)
 COPY = 4.3e12  # bytes a second
 _PROFILED, _FLUSHED = 8, 128 << 20  # replays; numbers that are read
-_WINDOW, _STREAMING = 1, 1  # an attribute of a node, and a property of accesses
 
 
 class Drafter:
@@ -170,38 +168,11 @@ def _captured(run: Callable[[], Any], leaving: Tensor | None = None) -> tuple[to
     with torch.cuda.graph(graph):
         result = run()
     if leaving is not None:
-        assert _let_leave(graph, leaving), "a node reads the weight"
+        sizes = {leaving.data_ptr(): 2 * leaving.numel()}
+        if not driver.let_leave(graph.raw_cuda_graph(), sizes):
+            print("  no node is given the head's weight: nothing leaves first", flush=True)
     graph.instantiate()
     return graph, result
-
-
-class _Window(ctypes.Structure):
-    """The driver's access policy, an attribute of a graph's node."""
-
-    _fields_ = (
-        ("base", ctypes.c_void_p),
-        ("num_bytes", ctypes.c_size_t),
-        ("share", ctypes.c_float),
-        ("hit", ctypes.c_int),
-        ("miss", ctypes.c_int),
-        ("rest", ctypes.c_byte * 36),
-    )
-
-
-def _let_leave(graph: torch.cuda.CUDAGraph, weight: Tensor) -> int:
-    """Let the nodes that are given a weight's address read it as what leaves the L2 first. How many there are."""
-    raw, count, changed = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t(), 0
-    driver.call("cuGraphGetNodes", raw, None, ctypes.byref(count))
-    nodes = (ctypes.c_void_p * count.value)()
-    driver.call("cuGraphGetNodes", raw, nodes, ctypes.byref(count))
-    window = _Window(weight.data_ptr(), 2 * weight.numel(), 1.0, _STREAMING, _STREAMING)
-    for handle in nodes:
-        node = ctypes.c_void_p(handle)
-        with contextlib.suppress(driver.DriverError):  # no kernel
-            if any(value == weight.data_ptr() for _, value in driver._read(node).params):
-                driver.call("cuGraphKernelNodeSetAttribute", node, _WINDOW, ctypes.byref(window))
-                changed += 1
-    return changed
 
 
 def _least(graph: torch.cuda.CUDAGraph) -> float:

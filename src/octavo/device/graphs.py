@@ -22,6 +22,7 @@ import torch
 from octavo.device.batch import StepShape
 from octavo.ops import captures
 from octavo.ops.arrivals import NO_ARRIVALS, NO_GATES, Arrivals, Gates
+from octavo.ops.compile import leaving
 
 _LOG = logging.getLogger(__name__)
 # 4,608: half of a step of 8,192 tokens, beside 512 rows that decode, as `LLM.generate` starts a batch
@@ -194,7 +195,8 @@ class GraphPool:
         return key in self._graphs
 
     def _capture(self, key: GraphKey, issue: Issue) -> None:
-        graph = torch.cuda.CUDAGraph()
+        is_marked = leaving.is_asked()
+        graph = torch.cuda.CUDAGraph(keep_graph=True) if is_marked else torch.cuda.CUDAGraph()
         with captures.capturing():
             # relaxed: launches of a size that no rehearsal had may load kernels
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
@@ -202,6 +204,9 @@ class GraphPool:
                 output = issue(key)
             finally:
                 captures.end(graph, self._pool)
+            if is_marked:
+                leaving.mark(graph)
+                graph.instantiate()
         self._graphs[key] = graph, _alias(output)
 
     def dispatch(self, work: StepShape, *, needs_logits: bool = True) -> GraphKey:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ _KERNEL_NODE = 0
 _MAX_DYNAMIC_SHARED, _SHARED_PERCENT = 8, 9  # attributes of a function
 _DEFAULT_SHARED = 48 << 10  # bytes of a block that need no leave
 _CLUSTER, _OVERLAPS = 4, 6  # attributes of a launch
+_WINDOW, _STREAMING = 1, 1  # an attribute of a launch, and what it may say of what is read
 _MAP_BYTES, _MAP_ALIGNED = 128, 64
 _IN_ORDER, _BESIDE_KERNELS = 1, 1  # of copies: sources are read in the stream's order; rather by a copy engine
 _SWIZZLES, _PROMOTE_128 = {64: 2, 128: 3}, 2  # of a descriptor
@@ -57,6 +59,19 @@ class _Config(ctypes.Structure):
         ("stream", ctypes.c_void_p),
         ("attributes", ctypes.POINTER(_Attribute)),
         ("num_attributes", ctypes.c_uint),
+    ]
+
+
+class _Window(ctypes.Structure):
+    """What becomes of lines that a launch reads out of a range: a share of them, and the others."""
+
+    _fields_ = [
+        ("base", ctypes.c_void_p),
+        ("num_bytes", ctypes.c_size_t),
+        ("share", ctypes.c_float),
+        ("hit", ctypes.c_int),
+        ("miss", ctypes.c_int),
+        ("rest", ctypes.c_byte * 36),  # of the largest attribute
     ]
 
 
@@ -200,11 +215,33 @@ def describe(
 
 def kernels_of(graph: int) -> list[Node]:
     """The launches of a captured graph, in order. Raises DriverError for other nodes, as copies are."""
+    return [_read(node) for node in _nodes(graph)]
+
+
+def let_leave(graph: int, sizes: Mapping[int, int]) -> int:
+    """Let the launches of a captured graph that are given one of these addresses read as what leaves the L2 first.
+
+    sizes: how many bytes lie at each address. How many launches there are. Raises DriverError.
+    """
+    marked = 0
+    for node in _nodes(graph):
+        try:
+            given = [value for _, value in _read(node).params if value in sizes]
+        except DriverError:  # no launch, or one that does not show what it is given
+            continue
+        for address in given[:1]:
+            window = _Window(address, sizes[address], 1.0, _STREAMING, _STREAMING)
+            call("cuGraphKernelNodeSetAttribute", node, _WINDOW, ctypes.byref(window))
+            marked += 1
+    return marked
+
+
+def _nodes(graph: int) -> list[ctypes.c_void_p]:
     graph_, count = ctypes.c_void_p(graph), ctypes.c_size_t()
     call("cuGraphGetNodes", graph_, None, ctypes.byref(count))
     nodes = (ctypes.c_void_p * max(count.value, 1))()
     call("cuGraphGetNodes", graph_, nodes, ctypes.byref(count))
-    return [_read(ctypes.c_void_p(nodes[index])) for index in range(count.value)]
+    return [ctypes.c_void_p(nodes[index]) for index in range(count.value)]
 
 
 def _read(node: ctypes.c_void_p) -> Node:

@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+from octavo.ops.compile import leaving
 from octavo.ops.compile.launch import begin_whole, chained, launched, ready_before
 from octavo.ops.gemm import gemv
 from octavo.ops.gemm.gemv import ask, normed_by, spread
@@ -139,6 +140,7 @@ def draw(x: Tensor, norm: Tensor, eps: float, weight: Tensor, ids: Tensor | None
     """See `octavo.ops.sampling.drafts.draw_drafts_of`."""
     (n, k), scratch, tile = weight.shape, scratch_of(x.device), _tile(x, weight)
     assert tile is not None and (ids is None or len(ids) == n), "each channel has an id; ask `serves` first"
+    leaving.let_leave(weight)  # the layer's weights stay in the L2 for the next draft
     drafts = torch.empty(1, dtype=torch.int64, device=x.device)
     _product_and_draw[(tile.programs,)](
         x, norm, weight, of.rows if ids is None else ids, of.rows, *of.live, of.table.token_ids, of.table.total_len,
