@@ -332,7 +332,11 @@ INTERPRETED = (
     | {"mamba2 decodes several heads": several_heads_decode}
     | {f"{heads[1]} heads in one kernel": lambda own=(heads, *rest): one_kernel_decodes(*own) for heads, *rest in _ONE}
     | {"delta beside prompts": delta_beside_prompts}
-    | ({"kernels beside prompts": lambda: delta_beside_prompts(delta_step, delta_prepare, delta_prompts)} if COMPILER else {})
+    | (
+        {"kernels beside prompts": lambda: delta_beside_prompts(delta_step, delta_prepare, delta_prompts)}
+        if COMPILER
+        else {}
+    )
     | ({f"{len(each) - 1} kernels for prompts": lambda each=each: prompts_in_cuda(*each) for each in _OF_PROMPTS})
     | ({"kernels are compared": kernels_are_compared} if COMPILER else {})
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}
