@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.ops.compile import driver, leaving
+from octavo.ops import leaving
+from octavo.ops.compile import driver
 
 
 @pytest.fixture

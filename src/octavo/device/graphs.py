@@ -20,9 +20,8 @@ from typing import Any
 import torch
 
 from octavo.device.batch import StepShape
-from octavo.ops import captures
+from octavo.ops import captures, leaving
 from octavo.ops.arrivals import NO_ARRIVALS, NO_GATES, Arrivals, Gates
-from octavo.ops.compile import leaving
 
 _LOG = logging.getLogger(__name__)
 # 4,608: half of a step of 8,192 tokens, beside 512 rows that decode, as `LLM.generate` starts a batch

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from octavo.ops.compile import leaving
+from octavo.ops import leaving
 from octavo.ops.compile.launch import begin_whole, chained, launched, ready_before
 from octavo.ops.gemm import gemv
 from octavo.ops.gemm.gemv import ask, normed_by, spread
