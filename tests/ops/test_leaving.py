@@ -46,7 +46,7 @@ def test_graphs_are_kept_where_a_weight_leaves(told: list[Any], monkeypatch: pyt
     assert not leaving.is_asked()
     weight = torch.zeros(4, 8, dtype=torch.bfloat16)
     leaving.let_leave(weight)
-    assert leaving.is_asked() and leaving._weights == {weight.data_ptr(): 64}
+    assert leaving.is_asked() and leaving._there() == {weight.data_ptr(): 64}
     leaving.mark(SimpleNamespace(raw_cuda_graph=lambda: 0))
     assert not told
 
@@ -55,3 +55,5 @@ def test_graphs_are_kept_where_a_weight_leaves(told: list[Any], monkeypatch: pyt
 
     monkeypatch.setattr(driver, "let_leave", refuse)
     leaving.mark(SimpleNamespace(raw_cuda_graph=lambda: 0))
+    del weight
+    assert not leaving.is_asked(), "a weight that is gone leaves nothing"

@@ -264,7 +264,7 @@ class WeightUpdates:
 
     def _before_abort(self, which: Session) -> bool:
         """Whether it comes behind what waits, which it cuts short: a receive of the session, or a meeting."""
-        if self.is_open:
+        if self.is_open or which.session is not None:  # who names a session that is not open cuts no one else's wait
             self._need_open("abort_weight_update", which.session)
         self.moves.cut("abort_weight_update came")
         self._was_cut = True

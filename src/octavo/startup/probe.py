@@ -156,9 +156,9 @@ def numerics_id(contract: Mapping[str, str]) -> str:
 
 
 def _source_digest(package: Path) -> str:
-    """Digest of the sources that compute: operators, attention, layers, models, sampling."""
+    """Digest of the sources that compute: operators, attention, states, layers, models, sampling."""
     digest = hashlib.sha256()
-    for folder in ("ops", "attention", "layers", "models", "sampling"):
+    for folder in ("ops", "attention", "states", "layers", "models", "sampling"):
         for path in sorted((package / folder).rglob("*")):
             if path.suffix in (".py", ".cpp", ".h", ".cu"):
                 digest.update(path.relative_to(package).as_posix().encode() + b"\0")

@@ -96,8 +96,10 @@ def _agrees(
 
         def compare() -> bool:
             those = {kernel} | ({delta_prompts} if kernel is delta_prepare else set())  # which are loaded
-            ways = (lambda *_: False), (lambda each, *_: each in those)
-            runs = [functools.partial(gated_delta, choose=choose) for choose in ways]
+            copied = functools.partial(gated_delta, choose=lambda each, *_: each in those)
+            forms = delta_prompts.GROUPS if delta_prompts in those else (0,)
+            plain: delta_check.Run = functools.partial(gated_delta, choose=lambda *_: False)
+            runs = [plain, *(_formed(copied, each) for each in forms)]
             return all(
                 delta_check.agree(delta_check.results(own, told, rule, qkv, row, runs)) for row in _EXAMPLES[kernel]
             )
@@ -112,6 +114,14 @@ def _agrees(
         if not _agreed[what]:
             _LOG.warning("%s sums in another order than Triton's kernels, which run instead", kernel.__name__)
     return _agreed[what]
+
+
+def _formed(run: delta_check.Run, groups: int) -> delta_check.Run:
+    def formed(*given: Any) -> Tensor:
+        with delta_prompts.with_groups(groups):
+            return run(*given)
+
+    return formed
 
 
 def gated_delta(

@@ -177,6 +177,8 @@ class Fetches:
         pair.marks.clear()
         pair.mark("begun")
         pair.settle()
+        if pair.is_broken_off:  # before anything is read of a peer that is gone: NIXL would end this process
+            raise EOFError(f"{pair.peer} has closed the connection")
 
     def _end(self, fetch: _Fetch) -> None:
         """Say that all is here. Who has the blocks answers that they were on offer until then, which is due later.

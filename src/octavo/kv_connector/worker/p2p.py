@@ -3,8 +3,8 @@
 Owns the listening socket, on which a fetch is asked for; its bytes go the way that both sides are set to. One
 connection serves one fetch at a time. Invariants: whoever waits has a deadline, and an error that names the peer; an
 offer has ended when all ranks of a peer say that they have all, or when it is released and nobody reads it; a fetch
-that breaks off leaves it open for another, and for a short time if the peer has gone; a fetch counts when each rank is
-answered that the blocks were on offer until then.
+that breaks off leaves it open for another, and for a short time if the peer has gone; a fetch counts when each rank's
+lease says that the blocks were on offer until then, or its answer does.
 """
 
 from __future__ import annotations

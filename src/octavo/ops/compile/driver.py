@@ -19,6 +19,7 @@ _KERNEL_NODE = 0
 _MAX_DYNAMIC_SHARED, _SHARED_PERCENT = 8, 9  # attributes of a function
 _DEFAULT_SHARED = 48 << 10  # bytes of a block that need no leave
 _CLUSTER, _OVERLAPS = 4, 6  # attributes of a launch
+_MOST_WINDOW = 96 << 20  # bytes; GPUs take some 128 MiB at most
 _WINDOW, _STREAMING = 1, 1  # an attribute of a launch, and what it may say of what is read
 _MAP_BYTES, _MAP_ALIGNED = 128, 64
 _IN_ORDER, _BESIDE_KERNELS = 1, 1  # of copies: sources are read in the stream's order; rather by a copy engine
@@ -230,7 +231,7 @@ def let_leave(graph: int, sizes: Mapping[int, int]) -> int:
         except DriverError:  # no launch, or one that does not show what it is given
             continue
         for address in given[:1]:
-            window = _Window(address, sizes[address], 1.0, _STREAMING, _STREAMING)
+            window = _Window(address, min(sizes[address], _MOST_WINDOW), 1.0, _STREAMING, _STREAMING)
             call("cuGraphKernelNodeSetAttribute", node, _WINDOW, ctypes.byref(window))
             marked += 1
     return marked
@@ -256,6 +257,8 @@ def _read(node: ctypes.c_void_p) -> Node:
     call("cuFuncGetName", ctypes.byref(name), function)
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     params: list[tuple[int, int]] = []
+    if not hasattr(_library(), "cuFuncGetParamInfo"):
+        raise DriverError("the driver does not show what a launch is given")
     while not _library().cuFuncGetParamInfo(function, len(params), ctypes.byref(offset), ctypes.byref(size)):
         raw = ctypes.string_at(held.params[len(params)], size.value)
         params.append((size.value, int.from_bytes(raw, "little")))

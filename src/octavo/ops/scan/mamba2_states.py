@@ -54,12 +54,13 @@ def _places(
     else:
         if HALF is None:
             run += width
-        else:  # two states of a half take the bytes of a whole one
-            run += HALF * (STATES // 2) + width // 2
+        else:  # two states of a half take the bytes of a whole one; of an odd number both halves share one
+            width_of_both = HALF * STATES + width
+            run += width_of_both // 2
         where, is_there = place(table, first_part, entry + 0 * width, 0, run, is_open & (width < STATES), FORM, SIZE)
         at = kept + where
         if HALF is not None:
-            at = at.to(tl.pointer_type(tl.int16)) + width % 2 * SIZE
+            at = at.to(tl.pointer_type(tl.int16)) + width_of_both % 2 * SIZE
         return at[:, None] + channel[None, :], is_there[:, None]
 
 

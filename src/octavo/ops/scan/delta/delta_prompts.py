@@ -7,7 +7,10 @@ a warp's registers, where Triton turns operands in shared memory between them. I
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 
@@ -15,6 +18,8 @@ from octavo.ops.scan.delta import loading
 
 serves, macros = loading.serves, loading.macros
 THREADS = 256
+GROUPS = 1, 2  # of a block
+_compared: ContextVar[int] = ContextVar("groups", default=0)  # 0: nothing is compared
 
 
 class Told(ctypes.Structure):
@@ -41,6 +46,16 @@ def groups_of(num_heads: int, processors: int) -> int:
     return 1 if 2 * num_heads <= processors else 2
 
 
+@contextlib.contextmanager
+def with_groups(groups: int) -> Iterator[None]:
+    """Whatever the number of rows, blocks have so many groups meanwhile: to compare the bits of either kernel."""
+    token = _compared.set(groups)
+    try:
+        yield
+    finally:
+        _compared.reset(token)
+
+
 def shared_bytes(groups: int) -> int:
     """Of a block: two chunks' operands, and weighted keys and results of one."""
     pitch = 128 * groups + 16
@@ -50,13 +65,13 @@ def shared_bytes(groups: int) -> int:
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
     """Whether the kernel is there, for both numbers of groups: see `loading`."""
-    found = [loading.is_found("delta_prompts", shared_bytes(n), {**own, "GROUPS": n}, device) for n in (1, 2)]
+    found = [loading.is_found("delta_prompts", shared_bytes(n), {**own, "GROUPS": n}, device) for n in GROUPS]
     return all(found)
 
 
 def launch(told: Told, num_rows: int, own: dict[str, int | str], device: torch.device) -> None:
     """Run it. Ask `is_loaded` first."""
     num_heads = num_rows * int(own["HEADS"])
-    groups = groups_of(num_heads, loading.processors(device))
+    groups = _compared.get() or groups_of(num_heads, loading.processors(device))
     blocks, shared = num_heads * 2 // groups, shared_bytes(groups)
     loading.run("delta_prompts", told, blocks, THREADS, shared, {**own, "GROUPS": groups}, device)
