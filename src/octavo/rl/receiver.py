@@ -52,7 +52,7 @@ class WeightReceiver:
         self._backend = ""  # of the transport, once there is one
         self._session: Staged | None = None
         self._identity = ""  # of the weights that are there; empty: those of the start
-        self._is_watched = False  # the session's tensors come by the trainer's connection, which was there when told of
+        self._is_watched = False  # the trainer's connection was there when the session began, and is the session's
         self._waits_as = 0  # the number of the wait, for `cut`; 0: it is none
         self._cut_until, self._why = -1, ""  # waits up to this number are cut short
 
@@ -87,7 +87,7 @@ class WeightReceiver:
     def start(self, partial: bool) -> None:
         """Begin a session."""
         self._session = Staged(self._plan, partial=partial)
-        self._is_watched = False  # whoever was met may be another trainer, until tensors are told of that come by it
+        self._is_watched = self._transport is not None and not self._transport.peer_is_gone
 
     def cut(self, until: tuple[int, str]) -> None:
         """End waits up to a number, and why. From any thread, while they wait."""
@@ -231,7 +231,6 @@ class WeightReceiver:
                 self._is_watched = False  # whoever was met is not who sends
                 return backend, make_transport(backend, self._device, self._config, self._check)
         transport = self._receiving()
-        self._is_watched = self._is_watched or not transport.peer_is_gone
         return self._backend or _NO_BACKEND, transport
 
     def _receiving(self) -> Transport:
