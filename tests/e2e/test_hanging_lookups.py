@@ -234,8 +234,8 @@ def test_an_end_that_hangs_is_told_by_name_and_not_waited_for(
     within(lambda: llm.close() or True)
     told = [record.message for record in caplog.records if "did not end within" in record.message]
     assert len(told) == 1 and f"kv_connector {name}:" in told[0] and "kv_transfer_timeout" in told[0]
-    where = "shutdown" if "shutdown" in place else "close"
-    assert where in told[0] or "its end" in told[0], "either limit may be first"
+    what = {ENDS[3]: "its end beside the scheduler", ENDS[4]: "its end beside the cache"}.get(place, "close")
+    assert f": {what} did not" in told[0]
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

@@ -174,5 +174,5 @@ class _Adapted(SilentConnector):
     def close(self) -> None:
         self._orders.close()
         shutdown = getattr(self._connector, "shutdown", lambda: None)
-        ends_within(self._timeout, self._troubles, "shutdown beside the scheduler", shutdown)
+        ends_within(self._timeout, self._troubles, "its end beside the scheduler", shutdown)
         self._troubles.close()

@@ -245,7 +245,7 @@ class Mover:
                 self._timeout,
             )
         else:
-            ends_within(self._timeout, self.troubles, "its end", self._handler.close)
+            ends_within(self._timeout, self.troubles, "its end beside the cache", self._handler.close)
         self.troubles.close()
 
     def _ends(self, thread: threading.Thread, until: float) -> bool:

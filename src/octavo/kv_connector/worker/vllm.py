@@ -13,7 +13,7 @@ import torch
 from octavo.cache.groups import CacheGroup
 from octavo.config.kv_transfer import KVTransferConfig, refuse
 from octavo.kv_connector import ConnectorStats
-from octavo.kv_connector.guard import Troubles, ends_within
+from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.orders import Order, Report
 from octavo.kv_connector.vllm.turn import Turn
 from octavo.kv_connector.vllm.views import layer_name
@@ -48,7 +48,7 @@ class VLLMWorker:
         named = {layer_name(layer): view for layer, view in caches.items()}
         connector.register_kv_caches(named)
         timeout, troubles = self._transfer.timeout, Troubles(self._transfer.kv_connector)
-        steps = _Steps(connector, named, timeout, troubles)
+        steps = _Steps(connector, named, timeout)
         self._mover = Mover(steps, self._cache.block_bytes, timeout=timeout, troubles=troubles)
 
     def begin(self, order: Order) -> None:
@@ -100,8 +100,8 @@ class _Steps:
     stored_bytes = 0
     num_evicted = 0
 
-    def __init__(self, connector: Any, caches: dict[str, torch.Tensor], timeout: float, troubles: Troubles) -> None:
-        self._connector, self._caches, self._timeout, self._troubles = connector, caches, timeout, troubles
+    def __init__(self, connector: Any, caches: dict[str, torch.Tensor], timeout: float) -> None:
+        self._connector, self._caches, self._timeout = connector, caches, timeout
         self._lock = threading.Lock()
         self._sent: set[str] = set()  # requests that get_finished has named
         self._received: set[str] = set()
@@ -113,8 +113,7 @@ class _Steps:
         return True
 
     def close(self) -> None:
-        shutdown = getattr(self._connector, "shutdown", lambda: None)
-        ends_within(self._timeout, self._troubles, "shutdown beside the cache", shutdown)
+        getattr(self._connector, "shutdown", lambda: None)()  # the mover waits for it no longer than for a transfer
 
     def handle(self, job: Job) -> Report:
         turn = job.order
