@@ -35,8 +35,8 @@ class MappedMemory:
     def close(self, address: int) -> None:
         self.open_ones.remove(address)
 
-    def order(self, own: torch.Tensor, target: Region, source: Region) -> Callable[[], object]:
-        return lambda: self.copy(own, target, source)
+    def order(self, own: torch.Tensor, target: Region, source: Region) -> Callable[..., object]:
+        return lambda *_: self.copy(own, target, source)
 
     def copy(self, own: torch.Tensor, target: Region, source: Region) -> None:
         for (to, size), (of, same) in zip(*(side.tolist() for side in joined_runs(target, source)), strict=True):

@@ -19,7 +19,6 @@ import sys
 import time
 from typing import Any
 
-import msgspec
 import torch
 
 from octavo.config.kv_transfer import read_kv_transfer
@@ -77,7 +76,7 @@ def order(number: int, blocks: list[int], /, *, is_load: bool, **more: Any) -> O
         offer=f"offer {number}",
         **more,
     )
-    return Order(number=number, is_load=is_load, blocks=blocks, payload=msgspec.msgpack.encode(wanted))
+    return Order(number=number, is_load=is_load, blocks=blocks, wanted=wanted)
 
 
 def serve(way: str) -> None:

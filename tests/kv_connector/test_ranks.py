@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -34,8 +33,7 @@ def worker(side: Side, role: str) -> Iterator[P2PWorker]:
 
 def order(side: Side, number: int, places: Sequence[Place], *, is_load: bool, **said: object) -> Order:
     wanted = Wanted(transfer_id="t", digest=b"d", places=list(places), end=TOKENS, **said)  # type: ignore[arg-type]
-    payload = msgspec.msgpack.encode(wanted)
-    return Order(number=number, is_load=is_load, blocks=side.blocks(places), payload=payload)
+    return Order(number=number, is_load=is_load, blocks=side.blocks(places), wanted=wanted)
 
 
 def ended(one: P2PWorker) -> list[Report]:

@@ -76,7 +76,7 @@ def _order(number: int, offered: int, blocks: list[int], /, *, is_load: bool = T
     places = [(0, place) for place in range(len(blocks))]
     fields: dict[str, Any] = {"offer": f"offer {offered}", "digest": b"", "end": 4 * len(blocks), **more}
     wanted = Wanted(transfer_id=f"transfer {offered}", places=places, **fields)
-    return Order(number=number, is_load=is_load, blocks=blocks, payload=msgspec.msgpack.encode(wanted))
+    return Order(number=number, is_load=is_load, blocks=blocks, wanted=wanted)
 
 
 def taken(worker: P2PWorker) -> list[Report]:

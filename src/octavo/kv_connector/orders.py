@@ -16,6 +16,7 @@ import msgspec
 from octavo.cache.groups import CacheGroup
 from octavo.config.kv_transfer import KVTransferConfig
 from octavo.kv_connector import ConnectorStats
+from octavo.kv_connector.peers.offers import Wanted
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +28,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     keys: list[bytes] = []
     slots: list[int] = []
     spills: list[tuple[int, bytes]] = []  # (slot, key): what is kept elsewhere before the slot is written
-    payload: bytes = b""  # what a connector says beside
+    wanted: Wanted | None = None  # of `p2p` and its kin: what is said beside
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

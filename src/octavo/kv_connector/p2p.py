@@ -391,5 +391,4 @@ def _digest(transfer: Transfer) -> bytes:
 
 
 def _order(transfer: Transfer, blocks: list[int], wanted: Wanted, *, is_load: bool) -> Order:
-    payload = msgspec.msgpack.encode(wanted)
-    return Order(number=transfer.number, is_load=is_load, blocks=blocks, payload=payload)
+    return Order(number=transfer.number, is_load=is_load, blocks=blocks, wanted=wanted)

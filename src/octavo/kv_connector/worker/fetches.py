@@ -35,7 +35,7 @@ from octavo.kv_connector.peers.mapping import (
 )
 from octavo.kv_connector.peers.offers import Wanted
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
-from octavo.kv_connector.worker.mover import Job
+from octavo.kv_connector.worker.mover import Begun, Job
 from octavo.kv_connector.worker.pair import (
     NOT_AHEAD,
     PIECE_BYTES,
@@ -49,6 +49,7 @@ from octavo.kv_connector.worker.pair import (
     UnlikeError,
     Way,
     Welcome,
+    yield_interpreter,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -102,15 +103,15 @@ class Fetches:
             for pair in pairs:
                 pair.close()
 
-    def start(self, job: Job) -> Callable[[], Report] | None:
+    def start(self, job: Job) -> Begun | None:
         """Begin a load in the thread that gives its order, if that waits for nobody. What is left; None: all of it."""
-        wanted = msgspec.msgpack.decode(job.order.payload, type=Wanted)
-        if not (self._way.orders_at_once and wanted.blocks and len(wanted.addresses) == 1):
+        wanted, blocks = _wanted(job), job.order.blocks
+        if not wanted.blocks or len(wanted.addresses) != 1 or not self._way.orders_at_once(wanted.blocks, blocks):
             return None
         pair = self._take_idle(wanted.addresses[0], wanted.engine_id)
         if pair is None:
             return None
-        if pair.region is None or not has_same_rows(pair.theirs, self._own) or not pair.can_settle:
+        if pair.region is None or not pair.is_alike or not pair.can_settle:
             self._keep(wanted.addresses[0], pair)
             return None
         try:
@@ -120,7 +121,8 @@ class Fetches:
             _LOG.debug("a load is begun once more: %s", error)
             pair.close()
             return None
-        return functools.partial(self._handle, job, wanted, [pair], ahead, is_asked=True)
+        # its peer was asked: who drops it, before a block was touched, has no more to say than that it goes
+        return Begun(functools.partial(self._handle, job, wanted, [pair], ahead, is_asked=True), pair.close)
 
     def _keep(self, address: Address, pair: Pair) -> None:
         with self._lock:
@@ -128,7 +130,7 @@ class Fetches:
 
     def handle(self, job: Job) -> Report:
         """See Handler. Raises TransferError, OSError, EOFError."""
-        wanted = msgspec.msgpack.decode(job.order.payload, type=Wanted)
+        wanted = _wanted(job)
         kept = [self._take_idle(address, wanted.engine_id) for address in wanted.addresses]
         return self._handle(job, wanted, kept)
 
@@ -169,6 +171,7 @@ class Fetches:
             raise
         for address, pair in zip(wanted.addresses, ordered, strict=True):
             self._keep(address, pair)
+        job.afterwards = functools.partial(_pay, ordered)
         return Report(number=job.order.number, partial=partial)
 
     @staticmethod
@@ -181,16 +184,14 @@ class Fetches:
             raise EOFError(f"{pair.peer} has closed the connection")
 
     def _end(self, fetch: _Fetch) -> None:
-        """Say that all is here. Who has the blocks answers that they were on offer until then, which is due later.
+        """All is here, and has to be said. Who has the blocks answers that they were on offer until then.
 
-        It is waited for where their lease does not say so.
+        That is said and heard later, where their lease says so, and is waited for where not.
         """
         now = time.monotonic()
         is_sure = [now < pair.leased_until and not pair.is_broken_off for pair in fetch.pairs]
         for pair in fetch.pairs:
-            pair.mark("taken")
-            pair.send(Done())
-            pair.is_due = True
+            pair.owe()
         for pair, sure in zip(fetch.pairs, is_sure, strict=True):
             if not sure:
                 pair.settle()
@@ -218,6 +219,7 @@ class Fetches:
             pair.close()
             raise
         pair.theirs, pair.engine_id = welcome.cache, welcome.engine_id
+        pair.is_alike = has_same_rows(pair.theirs, self._own)
         return pair
 
     def _drop_gone(self) -> None:
@@ -238,7 +240,7 @@ class Fetches:
 
         ahead: of a peer that is asked.
         """
-        if len(fetch.pairs) == 1 and has_same_rows(fetch.peers[0], self._own):
+        if len(fetch.pairs) == 1 and fetch.pairs[0].is_alike:
             self._take_as_they_are(fetch, 0, ahead)
             return []
         names = ", ".join(pair.peer for pair in fetch.pairs)
@@ -247,7 +249,7 @@ class Fetches:
         except ValueError as error:
             raise UnlikeError(f"{names} {error}") from None
         givers = [number for number, parts in enumerate(divided) if parts]
-        if len(givers) == 1 and has_same_rows(fetch.peers[givers[0]], self._own):
+        if len(givers) == 1 and fetch.pairs[givers[0]].is_alike:
             self._take_as_they_are(fetch, givers[0], None)
             return []
         return self._take_by_rows(fetch, divided)
@@ -295,20 +297,20 @@ class Fetches:
             for number in range(len(fetch.pairs)):
                 self._ask(fetch, number, pieces if number == giver else [])
         except BaseException:
-            ahead.wait()
+            ahead.wait(yield_interpreter)
             raise
         fetch.job.is_under_way.set()
         return ahead
 
     def _take_as_they_are(self, fetch: _Fetch, giver: int, ahead: Ahead | None) -> None:
         ahead = ahead or self._read_ahead(fetch, giver)
-        ahead.wait()
-        told = Told()
-        for number, pair in enumerate(fetch.pairs):
-            answer = self._hear(pair)
+        answers = _Answers(fetch.pairs, self._hear)
+        ahead.wait(answers.look)
+        fetch.pairs[giver].mark("copied")
+        for pair, answer in zip(fetch.pairs, answers.all(), strict=True):
             if answer.lacking:
                 raise _lacks(pair, fetch, fetch.wanted.places[answer.lacking[0]])
-            told = answer if number == giver else told
+        told = answers.all()[giver]
         if not ahead.told or (told.told, told.offer) != (ahead.told, fetch.wanted.offer):
             self._way.take(fetch.pairs[giver], told.told, fetch.job, self._pieces(fetch.job.order.blocks))
 
@@ -384,6 +386,46 @@ class Fetches:
             for (group, own), block in zip(fetch.wanted.places, fetch.job.order.blocks, strict=True)
             if group in groups and span(self._own.groups[group], own, lost).num_tokens > 0
         }
+
+
+class _Answers:
+    """What the ranks of a peer say when they are asked, in their order. It is heard while blocks come, if it can be."""
+
+    def __init__(self, pairs: Sequence[Pair], hear: Callable[[Pair], Told]) -> None:
+        """Nobody has been heard."""
+        self._due, self._hear = list(pairs), hear
+        self._heard: list[Told] = []
+        self._error: Exception | None = None
+
+    def look(self) -> None:
+        """Hear who says something. Raises nothing."""
+        try:
+            if self._due and self._error is None and self._due[0].says_something(0):
+                self._heard.append(self._hear(self._due.pop(0)))
+        except Exception as error:  # blocks still come
+            self._error = error
+        yield_interpreter()
+
+    def all(self) -> list[Told]:
+        """Wait for the rest. Raises as `hear`."""
+        if self._error is not None:
+            raise self._error
+        while self._due:
+            self._heard.append(self._hear(self._due.pop(0)))
+        return self._heard
+
+
+def _wanted(job: Job) -> Wanted:
+    wanted = job.order.wanted
+    assert wanted is not None, "a load says where it is"
+    return wanted
+
+
+def _pay(pairs: Sequence[Pair]) -> None:
+    """Say what is owed. Who cannot hear it is found to have gone when it is needed next."""
+    for pair in pairs:
+        with contextlib.suppress(OSError):
+            pair.pay()
 
 
 def _lacks(pair: Pair, fetch: _Fetch, place: Place) -> TransferError:

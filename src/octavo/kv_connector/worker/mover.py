@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from octavo.config.kv_transfer import DEFAULT_TIMEOUT
 from octavo.kv_connector import ConnectorStats
@@ -31,6 +31,13 @@ class RefusedError(RuntimeError):
     """What an order wants cannot be had, nor what the next one like it wants, until somebody changes a setting."""
 
 
+class Begun(NamedTuple):
+    """A load that who gave its order has begun."""
+
+    rest: Callable[[], Report]  # what is left of it, in place of `Handler.handle`
+    drop: Callable[[], object]  # instead of that, where it was cancelled by then
+
+
 class Job:
     """An order that a thread works off."""
 
@@ -41,21 +48,30 @@ class Job:
         self._num_touching = 0
         self._is_cancelled = False
         self._is_done = False
-        self.rest: Callable[[], Report] | None = None  # of a load that is begun: what is left of it
+        self.begun: Begun | None = None  # what is left of a load that is under way
+        self.afterwards: Callable[[], object] = bool  # what is due once it is reported; raises nothing
         self.is_under_way = threading.Event()  # whoever works it off waits for others now, or has ended
 
-    @contextlib.contextmanager
-    def touching(self) -> Iterator[None]:
-        """Within: blocks of the order are read or written, by several threads perhaps. Raises Cancelled."""
+    def touch(self) -> None:
+        """Blocks of the order are read or written from now on, until `leave`. Raises Cancelled."""
         with self._lock:
             if self._is_cancelled:
                 raise Cancelled
             self._num_touching += 1
+
+    def leave(self) -> None:
+        """They are not any more."""
+        with self._lock:
+            self._num_touching -= 1
+
+    @contextlib.contextmanager
+    def touching(self) -> Iterator[None]:
+        """Within: blocks of the order are read or written, by several threads perhaps. Raises Cancelled."""
+        self.touch()
         try:
             yield
         finally:
-            with self._lock:
-                self._num_touching -= 1
+            self.leave()
 
     def cancel(self) -> bool:
         """Whether it touches no block from now on. False: it does at this moment, or has ended."""
@@ -95,7 +111,7 @@ def _bring_nothing(order: Order) -> Arrivals | None:
     return None
 
 
-def _start_nothing(job: Job) -> Callable[[], Report] | None:
+def _start_nothing(job: Job) -> Begun | None:
     return None
 
 
@@ -112,13 +128,13 @@ class Mover:
         troubles: Troubles | None = None,
         bring: Callable[[Order], Arrivals | None] = _bring_nothing,
         gives_way: float = 0.0,
-        start: Callable[[Job], Callable[[], Report] | None] = _start_nothing,
+        start: Callable[[Job], Begun | None] = _start_nothing,
     ) -> None:
         """num_threads: of each direction. timeout: seconds that `close` waits for an order. troubles: of the connector.
 
         What the handler raises is told there. bring: see `CacheBytes.bring`, of a load that is ordered by who calls.
         gives_way: seconds that who begins a load leaves the interpreter to its thread, until it is under way. start:
-        of a load, by who begins it; what is left for its thread, in place of `handle`.
+        of a load, by who begins it; what is left for its thread.
         """
         self._handler, self._block_bytes, self._timeout = handler, block_bytes, timeout
         self.troubles = troubles or Troubles(type(handler).__name__)
@@ -146,7 +162,7 @@ class Mover:
             self._seconds[order.is_load].begin()
             has_thread = self._seconds[order.is_load].num <= self._num_threads
         if order.is_load and has_thread:
-            job.rest = self._start(job)
+            job.begun = self._start(job)
         self._queues[order.is_load].put(job)
         if order.is_load and has_thread and self._gives_way:
             job.is_under_way.wait(self._gives_way)
@@ -265,8 +281,10 @@ class Mover:
             try:
                 with job.touching():  # one that was cancelled while it waited for a thread keeps none
                     pass
-                report = job.rest() if job.rest else self._handler.handle(job)
+                report = job.begun.rest() if job.begun else self._handler.handle(job)
             except Cancelled:
+                if job.begun:
+                    job.begun.drop()
                 with self._lock:
                     self._seconds[is_load].end()
                 continue
@@ -286,6 +304,7 @@ class Mover:
                     self._ended.append(report)
                     self._blocks[is_load] += len(order.blocks) - len(report.failed) - len(report.missed)
                     self._changed.set()
+            job.afterwards()
 
 
 class _Busy:

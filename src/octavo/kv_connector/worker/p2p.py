@@ -106,7 +106,8 @@ class P2PWorker:
         if order.is_load:
             self._mover.begin(order)
             return
-        wanted = msgspec.msgpack.decode(order.payload, type=Wanted)
+        wanted = order.wanted
+        assert wanted is not None, "an offer says what it is called"
         with self._changed:
             self._offers[wanted.transfer_id] = _Offer(Job(order), wanted)
             self._ended_ids.pop(wanted.transfer_id, None)

@@ -10,6 +10,7 @@ import contextlib
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -97,7 +98,9 @@ class Pair:
         self.region: Any = None  # where that lies in memory, if the way of the bytes was told
         self.engine_id = ""  # of who has blocks there, once it has said so
         self.leased_until = 0.0  # on this side's clock: the blocks that were asked for stay as they are until then
+        self.is_alike = False  # a block's bytes mean the same on both sides
         self.is_due = False  # an answer Done is to come for a fetch that has ended
+        self._owes, self._paying = False, threading.Lock()
         self.marks: list[tuple[str, float]] = []  # of a fetch: what has happened, and when
 
     def send(self, message: msgspec.Struct) -> None:
@@ -124,8 +127,20 @@ class Pair:
             data += part
         return data
 
+    def owe(self) -> None:
+        """A fetch has ended: Done is to be said by `pay`, or by who settles before."""
+        self._owes = True
+
+    def pay(self) -> None:
+        """Say what is owed, by any thread. Raises OSError."""
+        with self._paying:
+            if self._owes:
+                self._owes, self.is_due = False, True
+                self.send(Done())
+
     def settle(self) -> None:
-        """Take what is due of the fetch before. Raises as `receive`."""
+        """Say what is owed, and take what is due, of the fetch before. Raises as `send` and `receive`."""
+        self.pay()
         if self.is_due:
             self.receive(Done)
             self.is_due = False
@@ -142,7 +157,7 @@ class Pair:
     @property
     def can_settle(self) -> bool:
         """Whether `settle` waits for nobody."""
-        return not self.is_due or self.says_something(0)
+        return not self._owes and (not self.is_due or self.says_something(0))
 
     @property
     def has_gone(self) -> bool:
@@ -189,11 +204,15 @@ def yield_interpreter() -> None:
     select.poll().poll(0)
 
 
+Meanwhile = Callable[[], object]
+"""What who waits for blocks does between two looks: at least, it lets other threads go on. It raises nothing."""
+
+
 class Ahead(NamedTuple):
     """Blocks that are on their way before their peer was asked."""
 
     told: bytes  # what it has to `tell` then, if that was right; empty: nothing was ordered
-    wait: Callable[[], object]  # until they are there, by any thread, once. Raises as `Way.take`
+    wait: Callable[[Meanwhile], object]  # until they are there, by any thread, once. Raises as `Way.take`
 
 
 NOT_AHEAD = Ahead(b"", bool)
@@ -204,13 +223,15 @@ class Way(Protocol):
 
     name: str
     piece_bytes: int  # of blocks that come together
-    orders_at_once: bool  # `read_ahead` takes so short that nobody minds
 
     def ask(self, pair: Pair, num_bytes: int) -> bytes:
         """What the side that has the blocks must know. num_bytes: of what comes at a time, at most."""
 
     def tell(self, blocks: Sequence[int]) -> bytes:
         """What the side that wants these blocks must know."""
+
+    def orders_at_once(self, theirs: Sequence[int], blocks: Sequence[int]) -> bool:
+        """Whether `read_ahead` takes so short for these blocks that nobody minds."""
 
     def read_ahead(self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int]) -> Ahead:
         """Order what `take` does, before the peer has said a word. theirs: the blocks there, so far as is known."""

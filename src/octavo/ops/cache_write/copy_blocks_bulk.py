@@ -88,7 +88,8 @@ def copy_blocks(
     """See `octavo.ops.mapped.copy_blocks`. For what it serves. Raises DriverError."""
     function = _load(own.device, chunk, stages)
     params = _Params(_Side(own.data_ptr(), *strides[0]), _Side(address, *strides[1]), part_bytes, 0, num_parts)
-    start, numbers = ctypes.addressof(params), np.ctypeslib.as_array(params.blocks).reshape(2, _BLOCKS)
+    start = ctypes.addressof(params)
+    numbers = np.frombuffer(params, np.int32, 2 * _BLOCKS, _OFFSETS[-1]).reshape(2, _BLOCKS)
     places = (ctypes.c_void_p * len(_OFFSETS))(*(start + offset for offset in _OFFSETS))
     stream = torch.cuda.current_stream(own.device).cuda_stream
     for first in range(0, blocks.shape[1], _BLOCKS):

@@ -23,7 +23,7 @@ class GlooWay:
     """See Way. The side that wants blocks has the store, where the group meets; it stays while the connection does."""
 
     name = "gloo"
-    piece_bytes, orders_at_once = PIECE_BYTES, False
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, cache: CacheBytes) -> None:
         """Nobody is met."""
@@ -40,6 +40,10 @@ class GlooWay:
     def tell(self, blocks: Sequence[int]) -> bytes:
         """See Way."""
         return b""
+
+    def orders_at_once(self, theirs: Sequence[int], blocks: Sequence[int]) -> bool:
+        """See Way."""
+        return False
 
     def read_ahead(self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int]) -> Ahead:
         """See Way: bytes come when they are sent."""

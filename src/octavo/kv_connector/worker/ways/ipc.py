@@ -7,11 +7,10 @@ was mapped, if it says so; a mapping ends with its connection, and not while blo
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import select
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -19,7 +18,16 @@ import torch
 
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
-from octavo.kv_connector.worker.pair import NOT_AHEAD, PIECE_BYTES, Ahead, Pair, TransferError, UnlikeError
+from octavo.kv_connector.worker.pair import (
+    NOT_AHEAD,
+    PIECE_BYTES,
+    Ahead,
+    Meanwhile,
+    Pair,
+    TransferError,
+    UnlikeError,
+    yield_interpreter,
+)
 from octavo.kv_connector.worker.ways.ipc_memory import DeviceMemory, Memory, Shared, host_name
 from octavo.kv_connector.worker.ways.regions import Region, foreseen, read_region, region_of, until_read
 
@@ -31,7 +39,7 @@ class IpcWay:
     """See Way."""
 
     name = "ipc"
-    piece_bytes, orders_at_once = PIECE_BYTES, True
+    piece_bytes = PIECE_BYTES
     memory: ClassVar[Callable[[torch.device], Memory]] = DeviceMemory
 
     def __init__(self, cache: CacheBytes, *, gives: bool) -> None:
@@ -51,11 +59,17 @@ class IpcWay:
         """See Way: where they are, and what that is mapped by."""
         return msgspec.msgpack.encode(msgspec.structs.replace(self._own, agent=self._shared, blocks=list(blocks)))
 
+    def orders_at_once(self, theirs: Sequence[int], blocks: Sequence[int]) -> bool:
+        """See Way: a launch."""
+        return True
+
     def read_ahead(self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int]) -> Ahead:
         """See Way."""
-        if not (told := foreseen(pair, theirs)):
+        region = foreseen(pair, theirs)
+        if region is None:
             return NOT_AHEAD
-        return Ahead(told, self._order(pair, told, job, blocks))
+        wait = self._order(pair, region, job, blocks)
+        return Ahead(msgspec.msgpack.encode(region), wait)
 
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: the peer does it."""
@@ -63,21 +77,33 @@ class IpcWay:
 
     def take(self, pair: Pair, told: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: all at once."""
-        self._order(pair, told, job, [block for piece in pieces for block in piece])()
+        blocks = [block for piece in pieces for block in piece]
+        self._order(pair, read_region(told, pair, len(blocks)), job, blocks)()
 
-    def _order(self, pair: Pair, told: bytes, job: Job, blocks: Sequence[int]) -> Callable[[], object]:
+    def _order(self, pair: Pair, theirs: Region, job: Job, blocks: Sequence[int]) -> Callable[..., object]:
         """Begin to copy; the wait, by any thread, until which the peer's memory is not unmapped."""
-        own = msgspec.structs.replace(self._own, blocks=list(blocks))
-        with contextlib.ExitStack() as held:
-            theirs = held.enter_context(self._reading(pair, told, len(blocks)))
+        mapped = self._mapping(pair, theirs)
+        mapped.lock.acquire()
+        try:
+            source = mapped.of(theirs)
             pair.mark("mapped")
-            held.enter_context(job.touching())
-            wait = self._memory.order(self._cache.data, own, theirs)
-            rest = held.pop_all()
+            job.touch()
+            try:
+                wait = self._memory.order(self._cache.data, self._own.of(blocks), source)
+            except BaseException:
+                job.leave()
+                raise
+        except BaseException:
+            mapped.lock.release()
+            raise
+        pair.mark("ordered")
 
-        def end() -> None:
-            with rest:
-                wait()
+        def end(meanwhile: Meanwhile = yield_interpreter) -> None:
+            try:
+                wait(meanwhile)
+            finally:
+                job.leave()
+                mapped.lock.release()
 
         return end
 
@@ -90,31 +116,23 @@ class IpcWay:
         own = msgspec.structs.replace(
             self._own, base=beside.data_ptr(), num_pages=1, num_blocks=len(beside), page_bytes=size
         )
+        theirs = read_region(told, pair, sum(pieces))
         for count in pieces:
-            with self._reading(pair, told, sum(pieces)) as theirs:
-                there = msgspec.structs.replace(theirs, blocks=theirs.blocks[start : start + count])
-                here = msgspec.structs.replace(own, blocks=list(range(count)))
-                self._memory.order(beside, here, there)()
+            mapped, there = self._mapping(pair, theirs), theirs.of(theirs.blocks[start : start + count])
+            with mapped.lock:
+                self._memory.order(beside, own.of(range(count)), mapped.of(there))()
             with torch.inference_mode():
                 rows[:count].copy_(beside[:count])
             yield rows[:count]
             start += count
 
-    @contextlib.contextmanager
-    def _reading(self, pair: Pair, told: bytes, count: int) -> Iterator[Region]:
-        """Within: the peer's memory is mapped; where its blocks are. Raises TransferError."""
-        theirs = read_region(told, pair, count)
+    def _mapping(self, pair: Pair, theirs: Region) -> _Mapped:
+        """The peer's memory, mapped. Raises TransferError."""
         if pair.state is None or pair.state.shared != theirs.agent:
             pair.drop_state()
             pair.state = self._map(pair, theirs.agent)
         mapped: _Mapped = pair.state
-        with mapped.lock:
-            if mapped.is_closed:
-                raise EOFError(f"{pair.peer} has closed the connection")
-            end = mapped.offset + theirs.num_pages * theirs.num_blocks * theirs.page_bytes
-            if not 0 <= mapped.offset <= end or 0 < mapped.num_bytes < end:
-                raise TransferError(f"{pair.peer} tells of {end} bytes, and {mapped.num_bytes} are mapped")
-            yield msgspec.structs.replace(theirs, base=mapped.address + mapped.offset)
+        return mapped
 
     def _map(self, pair: Pair, told: bytes) -> _Mapped:
         try:
@@ -176,8 +194,17 @@ class _Mapped:
         """shared: what it was opened by. offset: of the cache, in what was opened."""
         self._way, self.pair, self.shared = way, pair, shared
         self.address, self.num_bytes, self.offset = address, num_bytes, offset
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # while blocks are copied out of it
         self.is_closed = False
+
+    def of(self, theirs: Region) -> Region:
+        """Where a peer's blocks are here, under the lock. Raises TransferError, EOFError."""
+        if self.is_closed:
+            raise EOFError(f"{self.pair.peer} has closed the connection")
+        end = self.offset + theirs.num_pages * theirs.num_blocks * theirs.page_bytes
+        if not 0 <= self.offset <= end or 0 < self.num_bytes < end:
+            raise TransferError(f"{self.pair.peer} tells of {end} bytes, and {self.num_bytes} are mapped")
+        return theirs.of(theirs.blocks, self.address + self.offset)
 
     def close(self) -> None:
         """The connection has ended. May be called twice."""

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
-from octavo.kv_connector.worker.pair import yield_interpreter
+from octavo.kv_connector.worker.pair import Meanwhile, yield_interpreter
 from octavo.kv_connector.worker.ways.regions import Region
 from octavo.ops import mapped
 
@@ -46,20 +46,22 @@ class Memory(Protocol):
     def close(self, address: int) -> None:
         """Unmap what was opened."""
 
-    def order(self, own: torch.Tensor, target: Region, source: Region) -> Callable[[], object]:
-        """Begin to copy the source's blocks to the target's, which are of `own`; the wait, by any thread."""
+    def order(self, own: torch.Tensor, target: Region, source: Region) -> Callable[..., object]:
+        """Begin to copy the source's blocks to the target's, which are of `own`; the wait, by any thread.
+
+        That takes what is done meanwhile, if anything.
+        """
 
 
-def _wait(done: torch.cuda.Event, num_bytes: int) -> None:
-    """Until a copy has ended. Whoever else wants the interpreter has it meanwhile."""
-    if (seconds := num_bytes / _FASTEST - 5 * _POLL) > 0:
+def _wait(done: torch.cuda.Event, earliest: float, meanwhile: Meanwhile = yield_interpreter) -> None:
+    """Until a copy has ended, which it does not before a moment on the monotonic clock."""
+    if (seconds := earliest - time.monotonic() - 5 * _POLL) > 0:
         time.sleep(seconds)
     until = time.monotonic() + _EAGER
     try:
         while not done.query():
-            if time.monotonic() < until:
-                yield_interpreter()
-            else:
+            meanwhile()
+            if time.monotonic() > until:
                 time.sleep(_POLL)
     except BaseException:
         done.synchronize()
@@ -100,7 +102,7 @@ class DeviceMemory:
         self._enter()
         mapped.close_handle(address)
 
-    def order(self, own: torch.Tensor, target: Region, source: Region) -> Callable[[], object]:
+    def order(self, own: torch.Tensor, target: Region, source: Region) -> Callable[..., object]:
         """See Memory. By a kernel: copy engines take as long for runs of 16 MiB, and longer for all shorter ones."""
         with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             done = torch.cuda.Event()
@@ -111,7 +113,8 @@ class DeviceMemory:
             except BaseException:
                 self._stream.synchronize()
                 raise
-        return functools.partial(_wait, done, len(target.blocks) * target.num_pages * target.page_bytes)
+        num_bytes = len(target.blocks) * target.num_pages * target.page_bytes
+        return functools.partial(_wait, done, time.monotonic() + num_bytes / _FASTEST)
 
     def _order(self, own: torch.Tensor, target: Region, source: Region) -> None:
         parts = max(target.num_pages, source.num_pages)

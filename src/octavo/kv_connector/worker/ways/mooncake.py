@@ -29,7 +29,7 @@ _LEAST_SECONDS = 5  # that the library gives a batch
 class MooncakeWay:
     """See Way."""
 
-    piece_bytes, orders_at_once = PIECE_BYTES, False
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, cache: CacheBytes, host: str, protocol: str, timeout: float, *, gives: bool) -> None:
         """host: where peers find this one. gives: registers the cache's memory. Raises RuntimeError."""
@@ -58,6 +58,10 @@ class MooncakeWay:
         """See Way: where they are."""
         assert self._engine is not None, "who offers blocks has registered them"
         return msgspec.msgpack.encode(region_of(self._cache, str(self._engine.get_rpc_port()).encode(), blocks))
+
+    def orders_at_once(self, theirs: Sequence[int], blocks: Sequence[int]) -> bool:
+        """See Way."""
+        return False
 
     def read_ahead(self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int]) -> Ahead:
         """See Way: not here."""

@@ -6,7 +6,6 @@ an agent of its own: when a read is given up so is the agent, and no byte comes 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Generator, Sequence
 
 import msgspec
@@ -14,16 +13,26 @@ import torch
 
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
-from octavo.kv_connector.worker.pair import NOT_AHEAD, PIECE_BYTES, Ahead, Pair
+from octavo.kv_connector.worker.pair import NOT_AHEAD, PIECE_BYTES, Ahead, Meanwhile, Pair, yield_interpreter
 from octavo.kv_connector.worker.ways.nixl_agent import POLL, NixlAgent, Runs
-from octavo.kv_connector.worker.ways.regions import Region, foreseen, joined_runs, read_region, region_of, until_read
+from octavo.kv_connector.worker.ways.regions import (
+    Region,
+    foreseen,
+    joined_blocks,
+    joined_runs,
+    read_region,
+    region_of,
+    until_read,
+)
+
+_RUNS_AT_ONCE = 64  # that the engine's thread orders by itself: the library takes 5 us each, and to wake one 100
 
 
 class NixlWay:
     """See Way."""
 
     name = "nixl"
-    piece_bytes, orders_at_once = PIECE_BYTES, False  # the library takes 5 us a run
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, cache: CacheBytes, *, gives: bool) -> None:
         """gives: peers may read the cache's memory."""
@@ -51,11 +60,18 @@ class NixlWay:
         """See Way: where they are."""
         return msgspec.msgpack.encode(msgspec.structs.replace(self._own, agent=self._metadata, blocks=list(blocks)))
 
+    def orders_at_once(self, theirs: Sequence[int], blocks: Sequence[int]) -> bool:
+        """See Way."""
+        _, counts = joined_blocks(blocks, theirs)
+        return len(counts) * self._own.num_pages <= _RUNS_AT_ONCE
+
     def read_ahead(self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int]) -> Ahead:
         """See Way."""
-        if not (told := foreseen(pair, theirs)):
+        region = foreseen(pair, theirs)
+        if region is None:
             return NOT_AHEAD
-        return Ahead(told, self._order(pair, told, job, blocks))
+        wait = self._order(pair, region, job, blocks)
+        return Ahead(msgspec.msgpack.encode(region), wait)
 
     def give(self, pair: Pair, asked: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: let NIXL work until the peer says something."""
@@ -64,23 +80,28 @@ class NixlWay:
 
     def take(self, pair: Pair, told: bytes, job: Job, pieces: Sequence[Sequence[int]]) -> None:
         """See Way: read them, all at once."""
-        self._order(pair, told, job, [block for piece in pieces for block in piece])()
+        blocks = [block for piece in pieces for block in piece]
+        self._order(pair, read_region(told, pair, len(blocks)), job, blocks)()
 
-    def _order(self, pair: Pair, told: bytes, job: Job, blocks: Sequence[int]) -> Callable[[], object]:
+    def _order(self, pair: Pair, theirs: Region, job: Job, blocks: Sequence[int]) -> Callable[..., object]:
         """Begin to read; the wait."""
-        theirs, own = read_region(told, pair, len(blocks)), msgspec.structs.replace(self._own, blocks=list(blocks))
-        reader = self._reader(pair, theirs)
+        reader, own = self._reader(pair, theirs), self._own.of(blocks)
         sides = zip(joined_runs(own, theirs), (own, theirs), strict=True)
-        pair.mark("met")
+        pair.mark("mapped")
         local, remote = (Runs(places, region.device, region.kind) for places, region in sides)
-        with contextlib.ExitStack() as held:
-            held.enter_context(job.touching())
+        job.touch()
+        try:
             wait = reader.agent.begin("READ", local, remote, reader.name, pair)
-            rest = held.pop_all()
+        except BaseException:
+            job.leave()
+            raise
+        pair.mark("ordered")
 
-        def end() -> None:
-            with rest:
-                wait()
+        def end(meanwhile: Meanwhile = yield_interpreter) -> None:
+            try:
+                wait(meanwhile)
+            finally:
+                job.leave()
 
         return end
 

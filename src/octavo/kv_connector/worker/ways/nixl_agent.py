@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from octavo.kv_connector.peers import NIXL
-from octavo.kv_connector.worker.pair import Pair, TransferError, yield_interpreter
+from octavo.kv_connector.worker.pair import Meanwhile, Pair, TransferError, yield_interpreter
 
 POLL = 0.00005  # seconds between two questions whether the other side wants something
 _LOOK = 0.00003  # seconds between two looks at a transfer, of which each may let it go on
@@ -102,8 +102,8 @@ class NixlAgent:
         """READ from, or WRITE to, the agent `name` of a peer, until it is done. Raises TransferError."""
         self.begin(what, own, others, name, pair)()
 
-    def begin(self, what: str, own: Runs, others: Runs, name: str, pair: Pair) -> Callable[[], None]:
-        """As `move`, without the wait, which is to be called."""
+    def begin(self, what: str, own: Runs, others: Runs, name: str, pair: Pair) -> Callable[..., None]:
+        """As `move`, without the wait, which is to be called, with what is done meanwhile."""
         began = time.monotonic()
         with self._lock:
             sides = [
@@ -116,16 +116,23 @@ class NixlAgent:
             state = self._agent.transfer(handle)
         return functools.partial(self._wait, what, handle, state, began, pair)
 
-    def _wait(self, what: str, handle: Any, state: str, began: float, pair: Pair) -> None:
+    def _wait(
+        self,
+        what: str,
+        handle: Any,
+        state: str,
+        began: float,
+        pair: Pair,
+        meanwhile: Meanwhile = yield_interpreter,
+    ) -> None:
         try:
             while state == "PROC":
                 seconds = time.monotonic() - began
                 if seconds > pair.timeout:
                     raise TransferError(f"{pair.peer}: a {what} of blocks did not end within {pair.timeout:g} s")
+                meanwhile()
                 if seconds > _EAGER:
                     time.sleep(_LOOK)
-                else:
-                    yield_interpreter()
                 with self._lock:
                     state = self._agent.check_xfer_state(handle)
             if state != "DONE":

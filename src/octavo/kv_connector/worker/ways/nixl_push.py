@@ -27,7 +27,7 @@ class NixlPushWay:
     """See Way."""
 
     name = "nixl, pushed"
-    piece_bytes, orders_at_once = PIECE_BYTES, False
+    piece_bytes = PIECE_BYTES
 
     def __init__(self, cache: CacheBytes, *, gives: bool) -> None:
         """gives: this side writes what its cache has."""
@@ -47,6 +47,10 @@ class NixlPushWay:
     def tell(self, blocks: Sequence[int]) -> bytes:
         """See Way."""
         return b""
+
+    def orders_at_once(self, theirs: Sequence[int], blocks: Sequence[int]) -> bool:
+        """See Way."""
+        return False
 
     def read_ahead(self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int]) -> Ahead:
         """See Way: bytes come when they are written."""

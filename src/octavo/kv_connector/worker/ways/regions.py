@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
@@ -27,6 +28,11 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     page_bytes: int
     blocks: list[int]  # in the order that was asked for
+
+    def of(self, blocks: Sequence[int], base: int | None = None) -> Region:
+        """The same memory, and other blocks of it; base: mapped there."""
+        base = self.base if base is None else base
+        return msgspec.structs.replace(self, blocks=list(blocks), base=base)
 
     def strides(self, num_parts: int) -> tuple[int, int]:
         """Bytes from one of the `num_parts` parts of a block to the next, and from one block to the next.
@@ -51,20 +57,23 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
         return runs.reshape(-1, 2)
 
 
+def joined_blocks(own: Sequence[int], others: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Blocks that follow each other on both sides as one: the first of each run [2, runs], and how many they are."""
+    both = np.array([own, others], np.int64)
+    both = both[:, both[0].argsort()]
+    begins = np.ones(both.shape[1] + 1, np.bool_)
+    begins[1:-1] = (both[:, 1:] - both[:, :-1] != 1).any(0)
+    starts = begins.nonzero()[0]
+    return both[:, starts[:-1]], starts[1:] - starts[:-1]
+
+
 def joined_runs(own: Region, others: Region) -> tuple[np.ndarray, np.ndarray]:
     """`Region.runs` of the blocks of both: those that follow each other on both sides as one, where pages do so."""
     parts = max(own.num_pages, others.num_pages)  # of a block: they lie apart on one side, or on both
     if own.num_pages != others.num_pages:
         return own.runs(own.blocks, parts), others.runs(others.blocks, parts)
-    here, there = np.array([own.blocks, others.blocks], np.int64)
-    order = here.argsort()
-    here, there = here[order], there[order]
-    begins = np.ones(len(here) + 1, np.bool_)
-    begins[1:-1] = (here[1:] - here[:-1] != 1) | (there[1:] - there[:-1] != 1)
-    starts = begins.nonzero()[0]
-    counts = starts[1:] - starts[:-1]
-    firsts = starts[:-1]
-    return own._runs(here[firsts], counts, parts), others._runs(there[firsts], counts, parts)
+    (here, there), counts = joined_blocks(own.blocks, others.blocks)
+    return own._runs(here, counts, parts), others._runs(there, counts, parts)
 
 
 def region_of(cache: CacheBytes, agent: bytes, blocks: Sequence[int]) -> Region:
@@ -94,12 +103,12 @@ def read_region(told: bytes, pair: Pair, count: int) -> Region:
     return theirs
 
 
-def foreseen(pair: Pair, blocks: Sequence[int]) -> bytes:
-    """What a peer will tell of these blocks, if it tells of the region that it told of last; empty: of none yet."""
+def foreseen(pair: Pair, blocks: Sequence[int]) -> Region | None:
+    """What a peer will tell of these blocks, if it tells of the region that it told of last; None: of none yet."""
     known: Region | None = pair.region
     if known is None or not blocks or not 0 < min(blocks) <= max(blocks) < known.num_blocks:
-        return b""
-    return msgspec.msgpack.encode(msgspec.structs.replace(known, blocks=list(blocks)))
+        return None
+    return known.of(blocks)
 
 
 def until_read(pair: Pair, job: Job, every: float, work: Callable[[], object]) -> None:
