@@ -36,9 +36,8 @@ from octavo.kv_connector.peers.description import CacheDescription, GroupDescrip
 from octavo.kv_connector.worker import p2p as worker_p2p
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.ways import ipc, ipc_memory, nixl, nixl_agent
-from octavo.ops import mapped
 from octavo.ops.cache_write import copy_blocks_bulk
-from octavo.ops.compile import driver
+from octavo.ops.compile import driver, nvrtc
 from octavo.plan import StepLimits
 from octavo.request.sampling_params import SamplingParams
 from octavo.sched.kv_manager import KVManager
@@ -79,6 +78,7 @@ class TimedMemory:
 
     def __init__(self, device: torch.device) -> None:
         """It maps nothing."""
+        self._stream = SimpleNamespace(cuda_stream=0)
 
     def share(self, tensor: torch.Tensor) -> ipc_memory.Shared:
         return ipc_memory.Shared(host=ipc_memory.host_name(), handle=bytes(64), offset=0)
@@ -131,10 +131,9 @@ def without_device() -> None:
     nixl_agent._library = Library
     library = Library()
     driver._library = lambda: library  # type: ignore[assignment]
-    copy_blocks_bulk._load = lambda *_: 1  # type: ignore[assignment]
+    driver.load = lambda *_: 1
+    nvrtc.machine_code = lambda *_: b""
     copy_blocks_bulk.is_there = lambda _: True  # type: ignore[assignment]
-    torch.cuda.current_stream = lambda _=None: SimpleNamespace(cuda_stream=0)  # type: ignore[assignment]
-    assert mapped.copy_blocks
 
 
 def _way(self: P2P, cache: CacheBytes) -> Any:

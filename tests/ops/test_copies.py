@@ -6,6 +6,7 @@ And of blocks out of another GPU's memory: what their kernel is told, and what i
 from __future__ import annotations
 
 import ctypes
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -68,7 +69,7 @@ def test_a_driver_that_is_older_or_refuses_is_not_asked_again(monkeypatch: pytes
 def test_a_launch_of_bulk_copies_says_which_blocks_go_where(monkeypatch):
     """As the kernel reads it; of more blocks than a launch names there are several."""
     own, theirs = torch.zeros((3, 500, 32), dtype=torch.uint8), torch.randint(256, (3, 600, 32), dtype=torch.uint8)
-    launches = []
+    launches, streams = [], []
 
     def launch(function, grid, threads, shared, stream, places) -> None:
         said = ctypes.cast(places[0], ctypes.POINTER(copy_blocks_bulk._Params)).contents
@@ -83,13 +84,21 @@ def test_a_launch_of_bulk_copies_says_which_blocks_go_where(monkeypatch):
                 )
                 ctypes.memmove(target, source, said.part_bytes)
         launches.append((said.count, grid, shared))
+        streams.append(stream)
 
-    monkeypatch.setattr(copy_blocks_bulk, "_load", lambda *args: 1)
+    monkeypatch.setattr(driver, "load", lambda *args: 1)
+    monkeypatch.setattr(nvrtc, "machine_code", lambda *args: b"")
+    monkeypatch.setattr(copy_blocks_bulk, "_load", functools.cache(copy_blocks_bulk._Kernel))
     monkeypatch.setattr(driver, "launch", launch)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=5))
     blocks = np.stack([np.random.default_rng(1).permutation(count)[:450] for count in (500, 600)])
     strides = (500 * 32, 32), (600 * 32, 32)
     copy_blocks_bulk.copy_blocks(own, theirs.data_ptr(), blocks, strides, 3, 32)
+    assert streams == [5] * 3, "the current one"
+    other = torch.full_like(own, 7)
+    copy_blocks_bulk.copy_blocks(other, theirs.data_ptr(), blocks[:, :3], strides, 3, 32, stream=9)
+    assert streams.pop() == 9 and launches.pop()[0] == 3, "what was told of the launch before is not told again"
+    assert torch.equal(other[:, blocks[0, :3]], theirs[:, blocks[1, :3]]) and (other == 7).sum() == 3 * 32 * 497
     assert (
         torch.equal(own[:, blocks[0]], theirs[:, blocks[1]]) and not own[:, np.delete(np.arange(500), blocks[0])].any()
     )

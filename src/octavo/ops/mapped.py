@@ -7,7 +7,9 @@ even if who owns it has ended. The calling thread has a context of the driver's:
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,9 +62,8 @@ def _allocation(address: int) -> tuple[int, int]:
 
 def prepare(device: torch.device) -> None:
     """Have the kernel ready that copies blocks, if it need not be compiled for each kind of them."""
-    from octavo.ops.cache_write import copy_blocks_bulk  # needs Triton
-
-    copy_blocks_bulk.is_there(device)
+    bulk, _ = _kernels()
+    bulk.is_there(device)
 
 
 def copy_blocks(
@@ -72,13 +73,23 @@ def copy_blocks(
     strides: tuple[tuple[int, int], tuple[int, int]],
     num_parts: int,
     part_bytes: int,
+    stream: torch.cuda.Stream,
 ) -> None:
-    """Copy parts of blocks from `address` to `own` by a kernel, on the current stream, and do not wait.
+    """Copy parts of blocks from `address` to `own` by a kernel, on a stream of the current device; it does not wait.
 
     own: uint8, contiguous. blocks: [2, count]: here, and there. strides: bytes from one part to the next, and from one
     block to the next; here, and there.
     """
+    bulk, plain = _kernels()
+    if bulk.serves(own, address, strides, part_bytes):  # torch need not know its stream
+        bulk.copy_blocks(own, address, blocks, strides, num_parts, part_bytes, stream=stream.cuda_stream)
+        return
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        plain.copy_blocks(own, address, blocks, strides, num_parts, part_bytes)
+
+
+@functools.cache
+def _kernels() -> Any:
     from octavo.ops.cache_write import copy_blocks_bulk, copy_blocks_gpu  # needs Triton
 
-    kernel = copy_blocks_bulk if copy_blocks_bulk.serves(own, address, strides, part_bytes) else copy_blocks_gpu
-    kernel.copy_blocks(own, address, blocks, strides, num_parts, part_bytes)
+    return copy_blocks_bulk, copy_blocks_gpu

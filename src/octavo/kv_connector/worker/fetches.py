@@ -111,11 +111,11 @@ class Fetches:
         pair = self._take_idle(wanted.addresses[0], wanted.engine_id)
         if pair is None:
             return None
-        if pair.region is None or not pair.is_alike or not pair.can_settle:
-            self._keep(wanted.addresses[0], pair)
-            return None
         try:
-            self._settle(pair)
+            if pair.region is None or not pair.is_alike or not pair.settle_now():
+                self._keep(wanted.addresses[0], pair)
+                return None
+            pair.begin()
             ahead = self._read_ahead(_Fetch(job, wanted, [pair]), 0)
         except Exception as error:  # of a peer or a driver: the load begins anew, and says it
             _LOG.debug("a load is begun once more: %s", error)
@@ -177,8 +177,7 @@ class Fetches:
     @staticmethod
     def _settle(pair: Pair) -> None:
         """Begin a fetch over a connection, behind the one before."""
-        pair.marks.clear()
-        pair.mark("begun")
+        pair.begin()
         pair.settle()
         if pair.is_broken_off:  # before anything is read of a peer that is gone: NIXL would end this process
             raise EOFError(f"{pair.peer} has closed the connection")
@@ -299,7 +298,7 @@ class Fetches:
         except BaseException:
             ahead.wait(yield_interpreter)
             raise
-        fetch.job.is_under_way.set()
+        fetch.job.is_under_way()
         return ahead
 
     def _take_as_they_are(self, fetch: _Fetch, giver: int, ahead: Ahead | None) -> None:

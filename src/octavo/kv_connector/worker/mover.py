@@ -50,7 +50,7 @@ class Job:
         self._is_done = False
         self.begun: Begun | None = None  # what is left of a load that is under way
         self.afterwards: Callable[[], object] = bool  # what is due once it is reported; raises nothing
-        self.is_under_way = threading.Event()  # whoever works it off waits for others now, or has ended
+        self._awaited: threading.Event | None = None  # set when it is under way
 
     def touch(self) -> None:
         """Blocks of the order are read or written from now on, until `leave`. Raises Cancelled."""
@@ -72,6 +72,16 @@ class Job:
             yield
         finally:
             self.leave()
+
+    def await_way(self) -> threading.Event:
+        """Before a thread has it: what is set when that waits for others, or has ended."""
+        self._awaited = threading.Event()
+        return self._awaited
+
+    def is_under_way(self) -> None:
+        """Whoever works it off waits for others now, or has ended."""
+        if self._awaited is not None:
+            self._awaited.set()
 
     def cancel(self) -> bool:
         """Whether it touches no block from now on. False: it does at this moment, or has ended."""
@@ -163,9 +173,11 @@ class Mover:
             has_thread = self._seconds[order.is_load].num <= self._num_threads
         if order.is_load and has_thread:
             job.begun = self._start(job)
+        gives_way = order.is_load and has_thread and job.begun is None and self._gives_way > 0
+        awaited = job.await_way() if gives_way else None
         self._queues[order.is_load].put(job)
-        if order.is_load and has_thread and self._gives_way:
-            job.is_under_way.wait(self._gives_way)
+        if awaited is not None:
+            awaited.wait(self._gives_way)
 
     def begin_now(self, order: Order) -> bool:
         """See WorkerConnector."""
@@ -296,7 +308,7 @@ class Mover:
                 report = Report(number=order.number, failed=order.blocks, refusal=refusal)
             finally:
                 del self._since[name]
-                job.is_under_way.set()
+                job.is_under_way()
             is_wanted = job.finish()
             with self._lock:
                 self._seconds[is_load].end()

@@ -7,6 +7,7 @@ that names the peer.
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import struct
@@ -81,6 +82,14 @@ class Done(msgspec.Struct, frozen=True):
     """All bytes are there; and the answer: they were the ones that were asked for."""
 
 
+def _framed(message: msgspec.Struct) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+_DONE = _framed(Done())
+
+
 class Pair:
     """This process and a peer."""
 
@@ -105,8 +114,7 @@ class Pair:
 
     def send(self, message: msgspec.Struct) -> None:
         """Raises OSError."""
-        data = msgspec.msgpack.encode(message)
-        self.sock.sendall(_LENGTH.pack(len(data)) + data)
+        self.sock.sendall(_framed(message))
 
     def receive(self, kind: type[Any]) -> Any:
         """A message. Raises OSError, EOFError where the peer has gone, TransferError for what is no such message."""
@@ -154,10 +162,32 @@ class Pair:
             seconds = 0.0
         return bool(poll.poll(seconds * 1000))
 
-    @property
-    def can_settle(self) -> bool:
-        """Whether `settle` waits for nobody."""
-        return not self._owes and (not self.is_due or self.says_something(0))
+    def settle_now(self) -> bool:
+        """As `settle`, if that waits for nobody; whether. Raises EOFError where the peer has gone, and TransferError.
+
+        A look is a call of the system, where `settle` and `is_broken_off` make six: a load's copy waits for it.
+        """
+        if self._owes:
+            return False
+        if self.is_due:
+            if not (data := self._at_hand(len(_DONE))):
+                return False
+            if data != _DONE:
+                raise TransferError(f"{self.peer} speaks another protocol")
+            self.is_due = False
+        if self._at_hand(1):
+            raise TransferError(f"{self.peer} speaks out of turn")
+        return True
+
+    def _at_hand(self, count: int) -> bytes:
+        """So many bytes, if something has come; of a socket with a deadline, which the system does not wait for."""
+        try:
+            data = os.read(self.sock.fileno(), count)
+        except BlockingIOError:
+            return b""
+        if not data:
+            raise EOFError(f"{self.peer} has closed the connection")
+        return data if len(data) == count else data + self._exactly(count - len(data))
 
     @property
     def has_gone(self) -> bool:
@@ -176,6 +206,11 @@ class Pair:
             return self.says_something(0) and not self.sock.recv(1, socket.MSG_PEEK)
         except (OSError, ValueError):  # it was reset, or is closed here
             return True
+
+    def begin(self) -> None:
+        """A fetch begins: what is marked is of it from now on."""
+        self.marks.clear()
+        self.mark("begun")
 
     def mark(self, what: str) -> None:
         """Note when something of a fetch has happened."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ class _Params(ctypes.Structure):
 
 
 _OFFSETS = [getattr(_Params, field[0]).offset for field in _Params._fields_]
+_SIDES_BYTES = _Params.count.offset  # numbers of 64 bits come first
 
 
 def text(chunk: int, stages: int) -> tuple[str, dict[str, int | str], str]:
@@ -49,15 +51,28 @@ def text(chunk: int, stages: int) -> tuple[str, dict[str, int | str], str]:
     return source, {"CHUNK": chunk, "STAGES": stages, "BLOCKS": _BLOCKS}, "sm_90a"
 
 
-@functools.cache
-def _load(device: torch.device, chunk: int, stages: int) -> int:
-    return driver.load(nvrtc.machine_code(*text(chunk, stages)), "copy_blocks", chunk * stages)
+class _Kernel:
+    """The kernel, and the memory that its parameters are read from at a launch: one thread's at a time."""
+
+    def __init__(self, device: torch.device, chunk: int, stages: int) -> None:
+        """Compile and load it, in a thread with the device's context. Raises OSError, DriverError, CompileError."""
+        self.function = driver.load(nvrtc.machine_code(*text(chunk, stages)), "copy_blocks", chunk * stages)
+        memory = np.zeros(ctypes.sizeof(_Params), np.uint8)
+        self.params, self.lock = _Params.from_buffer(memory.data), threading.Lock()
+        self.sides = memory[:_SIDES_BYTES].view(np.int64)
+        self.numbers = memory[_OFFSETS[-1] :][: 8 * _BLOCKS].view(np.int32).reshape(2, _BLOCKS)
+        start = ctypes.addressof(self.params)
+        self.places = (ctypes.c_void_p * len(_OFFSETS))(*(start + offset for offset in _OFFSETS))
+
+
+_load = functools.cache(_Kernel)
 
 
 def serves(own: torch.Tensor, address: int, strides: tuple[tuple[int, int], tuple[int, int]], part_bytes: int) -> bool:
     """Whether bulk copies can move these parts: a GPU has them, and the kernel was found."""
-    numbers = (address, own.data_ptr(), part_bytes, *strides[0], *strides[1])
-    return all(number % _UNIT == 0 for number in numbers) and is_there(own.device)
+    (own_part, own_block), (their_part, their_block) = strides
+    numbers = address | own.data_ptr() | part_bytes | own_part | own_block | their_part | their_block
+    return numbers % _UNIT == 0 and is_there(own.device)
 
 
 @functools.cache
@@ -81,19 +96,23 @@ def copy_blocks(
     num_parts: int,
     part_bytes: int,
     *,
+    stream: int | None = None,
     chunk: int = CHUNK,
     stages: int = STAGES,
     programs: int = PROGRAMS,
 ) -> None:
-    """See `octavo.ops.mapped.copy_blocks`. For what it serves. Raises DriverError."""
-    function = _load(own.device, chunk, stages)
-    params = _Params(_Side(own.data_ptr(), *strides[0]), _Side(address, *strides[1]), part_bytes, 0, num_parts)
-    start = ctypes.addressof(params)
-    numbers = np.frombuffer(params, np.int32, 2 * _BLOCKS, _OFFSETS[-1]).reshape(2, _BLOCKS)
-    places = (ctypes.c_void_p * len(_OFFSETS))(*(start + offset for offset in _OFFSETS))
-    stream = torch.cuda.current_stream(own.device).cuda_stream
-    for first in range(0, blocks.shape[1], _BLOCKS):
-        part = blocks[:, first : first + _BLOCKS]
-        params.count = part.shape[1]
-        numbers[:, : params.count] = part
-        driver.launch(function, (programs, 1, 1), _THREADS, chunk * stages, stream, places)
+    """See `octavo.ops.mapped.copy_blocks`. For what it serves. stream: torch's current one, if none is named.
+
+    Raises DriverError.
+    """
+    kernel = _load(own.device, chunk, stages)
+    stream = torch.cuda.current_stream(own.device).cuda_stream if stream is None else stream
+    with kernel.lock:
+        params = kernel.params
+        kernel.sides[:] = (own.data_ptr(), *strides[0], address, *strides[1], part_bytes)
+        params.parts = num_parts
+        for first in range(0, blocks.shape[1], _BLOCKS):
+            part = blocks[:, first : first + _BLOCKS]
+            params.count = count = part.shape[1]
+            kernel.numbers[:, :count] = part
+            driver.launch(kernel.function, (programs, 1, 1), _THREADS, chunk * stages, stream, kernel.places)

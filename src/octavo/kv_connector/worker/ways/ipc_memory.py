@@ -104,7 +104,7 @@ class DeviceMemory:
 
     def order(self, own: torch.Tensor, target: Region, source: Region) -> Callable[..., object]:
         """See Memory. By a kernel: copy engines take as long for runs of 16 MiB, and longer for all shorter ones."""
-        with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with torch.cuda.device(self._device):
             done = torch.cuda.Event()
             self._stream.query()  # a thread has no context of the driver's before torch has asked something in it
             try:
@@ -120,7 +120,8 @@ class DeviceMemory:
         parts = max(target.num_pages, source.num_pages)
         strides = target.strides(parts), source.strides(parts)
         blocks = np.array([target.blocks, source.blocks], np.int64)
-        mapped.copy_blocks(own, source.base, blocks, strides, parts, target.num_pages * target.page_bytes // parts)
+        part_bytes = target.num_pages * target.page_bytes // parts
+        mapped.copy_blocks(own, source.base, blocks, strides, parts, part_bytes, self._stream)
 
     def _enter(self) -> None:
         """A new thread has no context of the driver's before torch has asked something in it."""
