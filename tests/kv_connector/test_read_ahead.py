@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import select
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +20,10 @@ from octavo.kv_connector.orders import Order, Report
 from octavo.kv_connector.p2p import _named
 from octavo.kv_connector.peers.description import CacheDescription, GroupDescription
 from octavo.kv_connector.peers.offers import Wanted
+from octavo.kv_connector.worker import fetches
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
+from octavo.kv_connector.worker.fetches import Fetches
+from octavo.kv_connector.worker.mover import Begun, Job
 from octavo.kv_connector.worker.p2p import P2PWorker
 from octavo.kv_connector.worker.pair import Done, Pair, Told, TransferError
 from octavo.kv_connector.worker.ways.ipc import IpcWay, _Mapped
@@ -62,8 +67,17 @@ class Sides(NamedTuple):
         self.offer(taker, THEIRS)
         self.load(taker, taker, taker)
         assert not self.loaded(taker).failed and taken(self.giver)
+        until = time.monotonic() + patient(30)
+        while not self.connection(taker).settle_now() and time.monotonic() < until:
+            time.sleep(0.001)
         self.own[taker].zero_()
         self.copies.clear()
+
+    def connection(self, taker: int = 0) -> Pair:
+        """The one that is kept."""
+        handler: Any = self.takers[taker]._mover._handler
+        ((pair,),) = handler._idle.values()
+        return pair
 
     def holds(self, blocks: list[int], taker: int = 0) -> bool:
         """Whether these of the peer's have come, and nothing else."""
@@ -165,6 +179,122 @@ def test_a_load_is_begun_by_who_gives_its_order_and_over_a_new_connection_where_
             pair.close()
         threads.clear()
         sides.own[0].zero_()
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["engine's thread", "load's thread"])
+def test_N_2_of_a_peer_that_is_gone_nothing_is_read(
+    at_once: bool, sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By NIXL that would end the process; the last answer of the load before is still to be heard, ahead of the end."""
+    orders = list[int]()
+    monkeypatch.setattr(IpcWay, "orders_at_once", lambda *_: at_once)
+    monkeypatch.setattr(IpcWay, "_let_go", lambda _: None)  # which finds it too, and NIXL has no such watch
+    monkeypatch.setattr(MappedMemory, "order", lambda *_: orders.append(1) or (lambda *_: None))
+    sides.meet()
+    sides.offer(4, THEIRS)
+    sides.load(4, 4)
+    assert not sides.loaded().failed and taken(sides.giver)
+    orders.clear()
+    kept = sides.connection()
+    address = sides.giver.address()
+    monkeypatch.setattr(sides.giver, "address", lambda: address)
+    sides.giver.close()
+    until = time.monotonic() + patient(30)
+    while not _ended(kept.sock) and time.monotonic() < until:
+        time.sleep(0.01)
+    sides.load(5, 5, blocks=[3, 11, 12])
+    assert sides.loaded().failed == OWN and not orders
+
+
+def _ended(sock: socket.socket) -> bool:
+    """Whether all that is to come of the other side is here, and its end."""
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(0))
+
+
+def test_a_load_that_is_cancelled_in_the_queue_lets_go_of_its_connection(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peer was asked, and would keep what is on offer for a reader who does not come, until kv_transfer_timeout."""
+    sides.meet()
+    mover, cancelled = sides.takers[0]._mover, list[bool]()
+    start = mover._start
+
+    def starting(job: Job) -> Begun | None:
+        begun = start(job)
+        assert begun is not None
+        cancelled.append(sides.takers[0].cancel(job.order.number))
+        return begun
+
+    monkeypatch.setattr(mover, "_start", starting)
+    sides.offer(5, [3, 11, 12])
+    sides.load(5, 5, blocks=[3, 11, BLOCKS])  # nothing of this can be ordered ahead, so nothing touches the cache
+    until = time.monotonic() + patient(10)
+    while sides.giver._pairs and time.monotonic() < until:
+        time.sleep(0.01)
+    assert cancelled == [True] and not sides.giver._pairs and not sides.takers[0].take()
+    assert not sides.takers[0]._way._mapped, "nor is its memory mapped any more"  # type: ignore[attr-defined]
+
+
+def test_the_next_load_says_the_last_word_of_the_one_before_where_its_thread_has_not(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A report comes before it: whoever hears that may begin the next load at once, over the same connection."""
+    sides.meet()
+    pay, may_pay = fetches._pay, threading.Event()
+
+    def late(pairs: Any) -> None:
+        assert may_pay.wait(patient(30))
+        pay(pairs)
+
+    monkeypatch.setattr(fetches, "_pay", late)
+    sides.takers[0]._mover._num_threads = 0  # nothing is begun by who orders, and the next one is the same thread's
+    sides.offer(5, [3, 11, 12])
+    sides.offer(6, THEIRS)
+    sides.load(5, 5)
+    assert not sides.loaded().failed
+    kept = sides.connection()
+    assert not kept.settle_now(), "it owes a word"
+    assert not sides.giver.take()
+    kept.settle()
+    assert taken(sides.giver)[0].number == 5 and kept.settle_now()
+    may_pay.set()
+    sides.load(6, 6)
+    assert not sides.loaded().failed and sides.holds(THEIRS)
+    assert taken(sides.giver)[0].number == 6, "it was said once"
+
+
+def test_the_answer_is_heard_while_blocks_come_and_what_it_says_counts_behind_them(
+    sides: Sides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides.meet()
+    heard = list[str]()
+
+    def order(self: MappedMemory, own: torch.Tensor, target: Any, source: Any) -> Any:
+        def wait(meanwhile: Any = bool) -> None:
+            until = time.monotonic() + patient(30)
+            while heard[-1:] != ["told"] and time.monotonic() < until:
+                meanwhile()
+            self.copy(own, target, source)
+            heard.append("copied")
+
+        return wait
+
+    hear = Fetches._hear
+
+    def noted(self: Fetches, pair: Pair) -> Told:
+        heard.append("told")
+        return hear(self, pair)
+
+    monkeypatch.setattr(MappedMemory, "order", order)
+    monkeypatch.setattr(Fetches, "_hear", noted)
+    sides.offer(5, [3, 11, 12])
+    sides.load(5, 5, blocks=[3, 11, 12])
+    assert not sides.loaded().failed and sides.holds([3, 11, 12]) and heard == ["told", "copied"]
+    sides.offer(6, [3, 11, 12])
+    sides.load(6, 6, blocks=[3, 11, 12], digest=b"other tokens")
+    assert sides.loaded().failed == OWN and heard == ["told", "copied"] * 2, "no copy is left under way"
 
 
 def test_P_3_what_was_read_of_blocks_that_are_not_on_offer_does_not_count(sides: Sides) -> None:

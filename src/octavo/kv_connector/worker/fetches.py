@@ -179,7 +179,11 @@ class Fetches:
         """Begin a fetch over a connection, behind the one before."""
         pair.begin()
         pair.settle()
-        if pair.is_broken_off:  # before anything is read of a peer that is gone: NIXL would end this process
+        # Before anything is read of a peer that is gone: UCX, beneath NIXL, may end this process then. One that goes
+        # between this look and the read, or while blocks come, is not to be seen from here: no look is late enough, for
+        # nobody can hold a peer, and its memory, as long as a read takes. What this closes is all the time before, in
+        # which a connection lies idle: what is left are the microseconds until the read, and the read.
+        if pair.is_broken_off:
             raise EOFError(f"{pair.peer} has closed the connection")
 
     def _end(self, fetch: _Fetch) -> None:

@@ -192,11 +192,14 @@ class Pair:
     @property
     def has_gone(self) -> bool:
         """Whether the peer has closed the connection, over which nothing but a last answer is due."""
-        if self.is_due and self.says_something(0):
-            try:
-                self.settle()
-            except (OSError, EOFError, TransferError):
-                return True
+        if not self.says_something(0):
+            return False
+        if not self.is_due:  # which is so before Done is said, and what has come may be an answer to that
+            return True
+        try:
+            self.settle()
+        except (OSError, EOFError, TransferError):
+            return True
         return self.says_something(0)
 
     @property
