@@ -30,10 +30,11 @@ from null_device import NullRunner
 from octavo.cache.groups import CacheGroup
 from octavo.config.kv_transfer import read_kv_transfer
 from octavo.engine import EngineCore
+from octavo.kv_connector import p2p
 from octavo.kv_connector.orders import EngineSide, Order
 from octavo.kv_connector.p2p import P2P
 from octavo.kv_connector.peers.description import CacheDescription, GroupDescription
-from octavo.kv_connector.worker import p2p as worker_p2p
+from octavo.kv_connector.peers.offers import Wanted
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.ways import ipc, ipc_memory, nixl, nixl_agent
 from octavo.ops.cache_write import copy_blocks_bulk
@@ -58,6 +59,7 @@ class Copies:
     launched = ended = 0.0
 
     def begin(self) -> None:
+        """One is launched."""
         self.launched = time.perf_counter()
         self.ended = self.launched + self.seconds
 
@@ -81,15 +83,18 @@ class TimedMemory:
         self._stream = SimpleNamespace(cuda_stream=0)
 
     def share(self, tensor: torch.Tensor) -> ipc_memory.Shared:
+        """See Memory."""
         return ipc_memory.Shared(host=ipc_memory.host_name(), handle=bytes(64), offset=0)
 
     def open(self, shared: ipc_memory.Shared) -> tuple[int, int]:
+        """See Memory: anywhere."""
         return 1 << 40, 0
 
     def close(self, address: int) -> None:
         """Nothing was mapped."""
 
-    def order(self, own: torch.Tensor, target: Any, source: Any) -> Callable[[], object]:
+    def order(self, own: torch.Tensor, target: Any, source: Any) -> Callable[..., object]:
+        """See Memory: all that is done for a launch, and none."""
         ipc_memory.DeviceMemory._order(self, own, target, source)  # type: ignore[arg-type]
         earliest = time.monotonic() + _FASTEST * COPIES.seconds
         return functools.partial(ipc_memory._wait, COPIES, earliest)  # type: ignore[arg-type]
@@ -99,24 +104,30 @@ class Library:
     """NIXL's calls, as far as an agent makes them; CUDA's, as far as a copy's launch does."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
+        """It is an agent, too."""
         self.agent = self
 
     nixl_agent_config = staticmethod(dict)
 
     def __getattr__(self, name: str) -> Any:
+        """What is not said here does nothing, and gives some bytes."""
         return lambda *_: b"x" * 600
 
     def get_xfer_descs(self, runs: Any, kind: str) -> Any:
+        """Of NIXL."""
         return runs
 
     def transfer(self, handle: Any) -> str:
+        """Of NIXL: begin."""
         COPIES.begin()
         return "PROC"
 
     def check_xfer_state(self, handle: Any) -> str:
+        """Of NIXL."""
         return "DONE" if COPIES.query() else "PROC"
 
     def cuLaunchKernel(self, *_: Any) -> int:
+        """Of CUDA: begin."""
         COPIES.begin()
         return 0
 
@@ -137,18 +148,15 @@ def without_device() -> None:
 
 
 def _way(self: P2P, cache: CacheBytes) -> Any:
-    gives = self._transfer.produces
-    return (
-        nixl.NixlWay(cache, gives=gives)
-        if self._transfer.extra == {"backend": "nccl"}
-        else ipc.IpcWay(cache, gives=gives)
-    )
+    make = nixl.NixlWay if self._backend == "nccl" else ipc.IpcWay
+    return make(cache, gives=self._transfer.produces)
 
 
 class Half:
     """A worker's half, with the cache that it is of."""
 
     def __init__(self, way: str, role: str, block_size: int) -> None:
+        """role: as kv_role."""
         num_blocks = 4 * LENGTH // block_size
         self.block_bytes = LAYERS * block_size * TOKEN_BYTES
         data = torch.zeros((LAYERS, num_blocks, block_size * TOKEN_BYTES), dtype=torch.uint8)
@@ -194,6 +202,7 @@ class Engine:
     """An engine that fetches, and does nothing else."""
 
     def __init__(self, way: str, block_size: int) -> None:
+        """It knows nobody."""
         side = self.side = Half(way, "kv_consumer", block_size)
         group = CacheGroup(kind="full", block_size=block_size, layers=tuple(range(LAYERS)), num_heads=8)
         kv = KVManager([group], side.num_blocks, enable_prefix_caching=False)
@@ -252,13 +261,11 @@ class Engine:
 
 def offered(number: int, prompt: list[int], block_size: int, address: Any) -> tuple[Order, dict[str, Any]]:
     """An offer of a prompt's blocks, and what its answer says of it."""
-    from octavo.kv_connector import p2p
-
     count = -(-len(prompt) // block_size)
     blocks = list(range(1, count + 1))
     request = SimpleNamespace(tokens=prompt, cache_salt="")
     digest = p2p._digest(SimpleNamespace(request=request, end=len(prompt), version=""))  # type: ignore[arg-type]
-    wanted = p2p.Wanted(
+    wanted = Wanted(
         transfer_id=str(number),
         digest=digest,
         places=[(0, place) for place in range(count)],
@@ -323,7 +330,6 @@ def main() -> None:
     if options.marks:
         logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
         logging.getLogger("octavo.kv_connector.worker.fetches").setLevel(logging.DEBUG)
-    assert worker_p2p
     torch.set_num_threads(1)
     without_device()
     COPIES.seconds = options.copy_ms / 1e3

@@ -11,6 +11,7 @@ and after a pause as long as the other engine computes.
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import logging
 import os
@@ -81,6 +82,7 @@ class Marks:
     def __init__(self, llm: LLM) -> None:
         """Note it from now on."""
         self._found: list[tuple[str, float]] = []
+        self.behind: list[dict[str, float]] = []  # of each load, ms behind its order
         core: Any = llm.engine.core
         connector = core.scheduler.loads.connector
         orders = getattr(connector, "_inner", connector)._orders  # Octavo's own may be called through a guard
@@ -105,6 +107,10 @@ class Marks:
         ended, found = time.perf_counter(), self._found
         self._found = []
         told = ", ".join(f"{name} {(at - ended + seconds) * 1e3:.2f}" for name, at in found)
+        ordered = next((at for name, at in found if name == "begin"), ended)
+        step = next((at for name, at in found if name == "submit" and at > ordered), ended)
+        heard = max((at for name, at in found if name == "take_loads" and at < step), default=ended)
+        self.behind.append({"scheduler told": (heard - ordered) * 1e3, "its step": (step - ordered) * 1e3})
         print(f"here, ms: {told}, ended {seconds * 1e3:.2f}", file=sys.stderr)
 
 
@@ -124,10 +130,16 @@ class Kept(logging.Handler):
         """Of a load."""
         self._found.append(record.getMessage())
 
-    def tell(self, side: str) -> None:
-        """On stderr."""
-        for line in self._found:
+    def tell(self, side: str) -> str:
+        """On stderr; the medians of what was marked, without the first load, which makes the connection."""
+        found, self._found = self._found, []
+        marked = collections.defaultdict[str, list[float]](list)
+        for number, line in enumerate(found):
             print(f"{side}: {line}", file=sys.stderr, flush=True)
+            for each in line.partition("ms: ")[2].split(", ") if number and "ms: " in line else ():
+                what, at = each.rsplit(" ", 1)
+                marked[what].append(float(at))
+        return ", ".join(f"{what} {statistics.median(at):.2f}" for what, at in marked.items())
 
 
 def hits(folder: str, length: int, prompts: Sequence[list[int]], pause: float) -> dict[str, float]:
@@ -159,9 +171,10 @@ def answer(lines: IO[str]) -> str:
 
 
 def measure(
-    folder: str, length: int, way: str, prompts: Sequence[list[int]], alone: list[First], *, marks: bool
-) -> dict[str, float]:
-    """One way. The first prompt makes the connection. alone: by one engine."""
+    folder: str, length: int, way: str, prompts: Sequence[list[int]], alone: list[First], kept: Kept | None
+) -> dict[str, Any]:
+    """One way. The first prompt makes the connection. alone: by one engine. kept: marks are wanted."""
+    marks = kept is not None
     own = fields_of(folder, length, way, "kv_producer")
     # both see both, as what passes memory from process to process may want
     more = {"CUDA_VISIBLE_DEVICES": "1,0"} if torch.cuda.device_count() > 1 else {}
@@ -192,11 +205,17 @@ def measure(
         other.wait()
     busy = after.load_seconds - before.load_seconds
     pair = statistics.median(computed[1:]) + statistics.median(fetched[1:])
+    said = {}
+    if kept and told:
+        rest = {name: statistics.median(each[name] for each in told.behind[1:]) for name in told.behind[0]}
+        behind = ", ".join(f"{name} {at:.2f}" for name, at in rest.items())
+        said = {"marks, ms": f"{kept.tell('here')}; behind its order: {behind}"}
     return {
         "fetched_s": statistics.median(fetched[1:]),
         "pair_s": pair,
         "pair_to_alone": pair / middle(alone),
         "fetch_gb_s": (after.loaded_bytes - before.loaded_bytes) / busy / 1e9,
+        **said,
     }
 
 
@@ -250,17 +269,15 @@ def main() -> int:
             found["a hit"] = hits(folder, options.length, prompts, found["alone_s"])
         for way in options.ways:
             try:
-                found[way] = measure(folder, options.length, way, prompts, alone, marks=options.marks)
+                found[way] = measure(folder, options.length, way, prompts, alone, kept)
             except (ValueError, RuntimeError, AssertionError, OSError) as error:  # the others are measured, and told
                 print(f"{way}: {type(error).__name__}: {error}", file=sys.stderr)
-    if kept:
-        kept.tell("here")
     print(
         f"{options.shape}, prompts of {options.length}: alone {found['alone_s']:.4f} s, link {found['link_gb_s']:.1f}"
     )
     for way in ("a hit", *options.ways):
         for key, value in found.get(way, {}).items():
-            print(f"  {way:12} {key:16} {value:12.4f}")
+            print(f"  {way:12} {key:16} " + (value if isinstance(value, str) else f"{value:12.4f}"))
     print(json.dumps({"shape": options.shape, "length": options.length, "results": found}))
     return int(any(way not in found for way in options.ways))
 

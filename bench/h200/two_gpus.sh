@@ -3,7 +3,8 @@
 # About 220 s, and at most 280 s. Parts, the most important first, or those that are named: loads ipc nixl nccl kv_test copies weights rl_test gloo
 #   loads: the same fetches between two processes without engines, and what takes how long of them (30 s)
 #   ipc, nixl, nccl, gloo: a pair of engines of 8b, prompts of 4,000; goals: fetches at 0.7 of the link, a first token
-#     within 1.15; what takes how long of a load is in the log (`here`, `there`: ms)
+#     within 1.15; medians of what takes how long of a load, in ms, end the table: mapped, ordered (launched), asked,
+#     told (answered), copied, ended; behind its order: the scheduler told, its step. Each load is in the log
 #   copies: blocks out of the other GPU's memory, by copy engines and by kernels, for runs of several lengths; then NCCL's rates
 #   weights: new weights of 8b by NCCL from a trainer's process; goal: 0.5 s
 #   rl_test, kv_test: the tests that need two GPUs; one behind the other, for one reads the free memory of a GPU.
@@ -51,5 +52,5 @@ pair gloo p2p
 for name in loads ipc nixl nccl kv_test copies weights rl_test gloo; do
   [ -n "${told[$name]:-}" ] || continue
   echo "=== $name: ${told[$name]}"
-  grep -v '^{' "$OUT/two_$name.txt" 2>/dev/null | tail -18 | cut -c1-200
+  grep -v '^{' "$OUT/two_$name.txt" 2>/dev/null | tail -18 | cut -c1-240
 done

@@ -309,7 +309,8 @@ class Fetches:
         ahead = ahead or self._read_ahead(fetch, giver)
         answers = _Answers(fetch.pairs, self._hear)
         ahead.wait(answers.look)
-        fetch.pairs[giver].mark("copied")
+        if ahead.told:
+            fetch.pairs[giver].mark("copied")
         for pair, answer in zip(fetch.pairs, answers.all(), strict=True):
             if answer.lacking:
                 raise _lacks(pair, fetch, fetch.wanted.places[answer.lacking[0]])
