@@ -25,6 +25,7 @@ from torch import distributed, multiprocessing
 from octavo.kv_connector.worker.ways.regions import Region, joined_runs
 from octavo.ops.cache_write import copy_blocks_bulk, copy_blocks_gpu
 from octavo.ops.compile import driver
+from octavo.ops.mapped import BlockCopy
 
 _PAGES, _BLOCKS, _PAGE_BYTES = 36, 252, 256 << 10
 _ROUNDS = 8
@@ -236,7 +237,7 @@ def kernels(own: torch.Tensor) -> dict[str, Order]:
             parts = target.num_pages
             blocks = np.array([target.blocks, source.blocks], np.int64)
             strides = target.strides(parts), source.strides(parts)
-            copy(own, source.base, blocks, strides, parts, target.page_bytes, **options)
+            copy(BlockCopy(own, source.base, blocks, strides, parts, target.page_bytes), **options)
 
         return order
 

@@ -28,6 +28,7 @@ from octavo.kv_connector.worker.mover import Mover
 from octavo.ops.arrivals import make_gates
 from octavo.ops.cache_write import copy_blocks_bulk, copy_blocks_gpu
 from octavo.ops.copying import can_copy_pieces
+from octavo.ops.mapped import BlockCopy
 from peer_engine import peer
 from test_p2p import LONG, PARAMS, PROMPTS, WAYS, bits, need_library, p2p, until_idle, with_transfer
 
@@ -77,9 +78,9 @@ def test_P_4_D_2_memory_of_another_process_is_mapped_and_copied_from(
         monkeypatch.setattr(copy_blocks_bulk, "serves", lambda *args: False)
     copied, copy = list[int](), kernel.copy_blocks
 
-    def noted(*args: Any) -> None:
-        copy(*args)  # who fails here is not noted
-        copied.append(args[2].shape[1])
+    def noted(told: BlockCopy, **options: Any) -> None:
+        copy(told, **options)  # who fails here is not noted
+        copied.append(told.blocks.shape[1])
 
     monkeypatch.setattr(kernel, "copy_blocks", noted)
     expected = computed_alone("LBNHC", long=True)

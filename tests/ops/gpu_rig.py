@@ -22,6 +22,7 @@ from octavo.ops.embedding import gpu as gpu_embedding
 from octavo.ops.inputs.tensors import RowTensors
 from octavo.ops.lookup import gpu as gpu_lookup
 from octavo.ops.lookup import look_up_eager
+from octavo.ops.mapped import BlockCopy
 from octavo.ops.norm import gpu as gpu_norm
 from octavo.ops.norm.groups import group_norm
 from octavo.ops.rope import gpu as gpu_rope
@@ -342,7 +343,8 @@ def check_copy_blocks(device: str, pages: tuple[int, int], part: int, kernel: An
         (part * (count if page == parts else 1), part if page == parts else part * parts)
         for page, count in zip(pages, counts, strict=True)
     ]
-    kernel.copy_blocks(own, beside.data_ptr() + offset, blocks, (strides[0], strides[1]), parts, part)
+    copy = BlockCopy(own, beside.data_ptr() + offset, blocks, (strides[0], strides[1]), parts, part)
+    kernel.copy_blocks(copy)
     assert torch.equal(own, expected)
 
 

@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from octavo.ops import copying
 from octavo.ops.cache_write import copy_blocks_bulk
 from octavo.ops.compile import driver, nvrtc
+from octavo.ops.mapped import BlockCopy
 
 ARRAYS = [np.array(values, np.uint64) for values in ([1 << 40, 2], [3, 4])]
 
@@ -93,12 +94,14 @@ def test_a_launch_of_bulk_copies_says_which_blocks_go_where(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=5))
     blocks = np.stack([np.random.default_rng(1).permutation(count)[:450] for count in (500, 600)])
     strides = (500 * 32, 32), (600 * 32, 32)
-    copy_blocks_bulk.copy_blocks(own, theirs.data_ptr(), blocks, strides, 3, 32)
+    copy = BlockCopy(own, theirs.data_ptr(), blocks, strides, 3, 32)
+    copy_blocks_bulk.copy_blocks(copy)
     assert streams == [5] * 3, "the current one"
     other = torch.full_like(own, 7)
-    copy_blocks_bulk.copy_blocks(other, theirs.data_ptr(), blocks[:, :3], strides, 3, 32, stream=9)
+    copy_blocks_bulk.copy_blocks(copy._replace(own=other, blocks=blocks[:, :3]), stream=9)
     assert streams.pop() == 9 and launches.pop()[0] == 3, "what was told of the launch before is not told again"
-    assert torch.equal(other[:, blocks[0, :3]], theirs[:, blocks[1, :3]]) and (other == 7).sum() == 3 * 32 * 497
+    assert torch.equal(other[:, blocks[0, :3]], theirs[:, blocks[1, :3]])
+    assert (other[:, np.delete(np.arange(500), blocks[0, :3])] == 7).all()
     assert (
         torch.equal(own[:, blocks[0]], theirs[:, blocks[1]]) and not own[:, np.delete(np.arange(500), blocks[0])].any()
     )
@@ -106,8 +109,10 @@ def test_a_launch_of_bulk_copies_says_which_blocks_go_where(monkeypatch):
     assert {rest for _, *rest in map(tuple, launches) for rest in [tuple(rest)]} == {
         ((copy_blocks_bulk.PROGRAMS, 1, 1), copy_blocks_bulk.CHUNK * copy_blocks_bulk.STAGES)
     }
-    assert not copy_blocks_bulk.serves(own, theirs.data_ptr(), strides, 32), "a CPU has no such kernel"
-    assert not copy_blocks_bulk.serves(own, theirs.data_ptr() + 8, strides, 32)
+    assert not copy_blocks_bulk.serves(copy), "a CPU has no such kernel"
+    monkeypatch.setattr(copy_blocks_bulk, "is_there", lambda device: True)
+    assert copy_blocks_bulk.serves(copy) and not copy_blocks_bulk.serves(copy._replace(address=copy.address + 8))
+    assert not copy_blocks_bulk.serves(copy._replace(strides=(strides[0], (600 * 32, 24))))
 
 
 def test_the_kernel_of_bulk_copies_keeps_all_in_registers():

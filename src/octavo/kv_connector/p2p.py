@@ -230,8 +230,7 @@ class _P2PConnector(SilentConnector):
         self._used.add(request.request_id)
         if request.finished:
             self._used.discard(request.request_id)
-        addresses = _addresses(asked)
-        if not is_used and asked.get("transfer_id") and addresses:
+        if not is_used and asked.get("transfer_id") and (addresses := _addresses(asked)):
             self._give_up(addresses, str(asked.get("remote_engine_id") or ""), str(asked["transfer_id"]))
 
     def _give_up(self, addresses: Sequence[tuple[str, int]], engine_id: str, transfer_id: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,17 @@ from octavo.ops.compile import driver
 _LOG = logging.getLogger(__name__)
 HANDLE_BYTES = 64
 _PEER_ACCESS = 1  # opened memory may be another GPU's
+
+
+class BlockCopy(NamedTuple):
+    """Parts of blocks, from memory at an address into a cache."""
+
+    own: torch.Tensor  # uint8, contiguous
+    address: int
+    blocks: NDArray[np.int64]  # [2, count]: here, and there
+    strides: tuple[tuple[int, int], tuple[int, int]]  # bytes from part to part, and block to block; here, and there
+    num_parts: int
+    part_bytes: int
 
 
 class _Handle(ctypes.Structure):
@@ -66,26 +77,14 @@ def prepare(device: torch.device) -> None:
     bulk.is_there(device)
 
 
-def copy_blocks(
-    own: torch.Tensor,
-    address: int,
-    blocks: NDArray[np.int64],
-    strides: tuple[tuple[int, int], tuple[int, int]],
-    num_parts: int,
-    part_bytes: int,
-    stream: torch.cuda.Stream,
-) -> None:
-    """Copy parts of blocks from `address` to `own` by a kernel, on a stream of the current device; it does not wait.
-
-    own: uint8, contiguous. blocks: [2, count]: here, and there. strides: bytes from one part to the next, and from one
-    block to the next; here, and there.
-    """
+def copy_blocks(copy: BlockCopy, stream: torch.cuda.Stream) -> None:
+    """Copy by a kernel, on a stream of the current device, and do not wait."""
     bulk, plain = _kernels()
-    if bulk.serves(own, address, strides, part_bytes):  # torch need not know its stream
-        bulk.copy_blocks(own, address, blocks, strides, num_parts, part_bytes, stream=stream.cuda_stream)
+    if bulk.serves(copy):  # torch need not know its stream
+        bulk.copy_blocks(copy, stream=stream.cuda_stream)
         return
     with torch.inference_mode(), torch.cuda.stream(stream):
-        plain.copy_blocks(own, address, blocks, strides, num_parts, part_bytes)
+        plain.copy_blocks(copy)
 
 
 @functools.cache

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from octavo.ops.compile import driver, nvrtc
 from octavo.ops.gemm.gemm_pipeline import is_hopper
+from octavo.ops.mapped import BlockCopy
 
 _LOG = logging.getLogger(__name__)
 CHUNK, STAGES, PROGRAMS = 32 << 10, 6, 16  # bytes that a copy moves, copies under way in a program, programs
@@ -68,11 +68,11 @@ class _Kernel:
 _load = functools.cache(_Kernel)
 
 
-def serves(own: torch.Tensor, address: int, strides: tuple[tuple[int, int], tuple[int, int]], part_bytes: int) -> bool:
+def serves(copy: BlockCopy) -> bool:
     """Whether bulk copies can move these parts: a GPU has them, and the kernel was found."""
-    (own_part, own_block), (their_part, their_block) = strides
-    numbers = address | own.data_ptr() | part_bytes | own_part | own_block | their_part | their_block
-    return numbers % _UNIT == 0 and is_there(own.device)
+    (own_part, own_block), (their_part, their_block) = copy.strides
+    bits = copy.address | copy.own.data_ptr() | copy.part_bytes | own_part | own_block | their_part | their_block
+    return bits % _UNIT == 0 and is_there(copy.own.device)
 
 
 @functools.cache
@@ -89,12 +89,7 @@ def is_there(device: torch.device) -> bool:
 
 
 def copy_blocks(
-    own: torch.Tensor,
-    address: int,
-    blocks: NDArray[np.int64],
-    strides: tuple[tuple[int, int], tuple[int, int]],
-    num_parts: int,
-    part_bytes: int,
+    copy: BlockCopy,
     *,
     stream: int | None = None,
     chunk: int = CHUNK,
@@ -105,12 +100,13 @@ def copy_blocks(
 
     Raises DriverError.
     """
+    own, blocks = copy.own, copy.blocks
     kernel = _load(own.device, chunk, stages)
     stream = torch.cuda.current_stream(own.device).cuda_stream if stream is None else stream
     with kernel.lock:
         params = kernel.params
-        kernel.sides[:] = (own.data_ptr(), *strides[0], address, *strides[1], part_bytes)
-        params.parts = num_parts
+        kernel.sides[:] = (own.data_ptr(), *copy.strides[0], copy.address, *copy.strides[1], copy.part_bytes)
+        params.parts = copy.num_parts
         for first in range(0, blocks.shape[1], _BLOCKS):
             part = blocks[:, first : first + _BLOCKS]
             params.count = count = part.shape[1]

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 
 from octavo.ops.copying import to_device
+from octavo.ops.mapped import BlockCopy
 
 # Words of a turn of a program, its warps, and programs: four on each of an H200's processors, of which two leave a
 # tenth of its link idle.
@@ -48,15 +48,9 @@ def _copy_blocks(
         tl.store(own + here + word, tl.load(own + theirs + there + word, mask=inside), mask=inside)
 
 
-def copy_blocks(
-    own: torch.Tensor,
-    address: int,
-    blocks: NDArray[np.int64],
-    strides: tuple[tuple[int, int], tuple[int, int]],
-    num_parts: int,
-    part_bytes: int,
-) -> None:
-    """See `octavo.ops.mapped.copy_blocks`."""
+def copy_blocks(copy: BlockCopy) -> None:
+    """See `octavo.ops.mapped.copy_blocks`; on torch's current stream."""
+    own, address, blocks, strides, num_parts, part_bytes = copy
     numbers = [address, own.data_ptr(), part_bytes, *strides[0], *strides[1]]
     word = 8 if all(number % 8 == 0 for number in numbers) else 1
     (own_part, own_block), (their_part, their_block) = ((part // word, block // word) for part, block in strides)

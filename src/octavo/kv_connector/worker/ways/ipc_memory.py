@@ -20,6 +20,7 @@ import torch
 from octavo.kv_connector.worker.pair import Meanwhile, yield_interpreter
 from octavo.kv_connector.worker.ways.regions import Region
 from octavo.ops import mapped
+from octavo.ops.mapped import BlockCopy
 
 _POLL = 2e-5  # seconds between two looks whether a copy has ended: the system makes it 8e-5, and so of none at all
 _EAGER = 0.005  # seconds in which they follow each other at once
@@ -121,7 +122,7 @@ class DeviceMemory:
         strides = target.strides(parts), source.strides(parts)
         blocks = np.array([target.blocks, source.blocks], np.int64)
         part_bytes = target.num_pages * target.page_bytes // parts
-        mapped.copy_blocks(own, source.base, blocks, strides, parts, part_bytes, self._stream)
+        mapped.copy_blocks(BlockCopy(own, source.base, blocks, strides, parts, part_bytes), self._stream)
 
     def _enter(self) -> None:
         """A new thread has no context of the driver's before torch has asked something in it."""
