@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,8 +23,10 @@ from octavo.kv_connector.table import make_kind
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
 from octavo.kv_connector.worker.pair import Done, Pair, TransferError, UnlikeError
+from octavo.kv_connector.worker.ways import ipc_memory
 from octavo.kv_connector.worker.ways.ipc import IpcWay
-from octavo.kv_connector.worker.ways.regions import Region, joined_runs
+from octavo.kv_connector.worker.ways.nixl import NixlWay
+from octavo.kv_connector.worker.ways.regions import Region, joined_blocks, joined_runs
 from patience import patient
 
 
@@ -93,6 +96,48 @@ def test_N_4_runs_are_joined_where_blocks_follow_each_other_on_both_sides():
     here, there = joined_runs(own, together)
     assert here[:5].tolist() == [[96, 16], [64, 16], [80, 16], [144, 16], [160, 16]]
     assert there[:, 0].tolist() == [10_000 + 32 * b + 16 * part for part in range(2) for b in theirs.blocks]
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "firsts", "counts"),
+    [
+        ([4, 5, 6], [9, 10, 11], [[4], [9]], [3]),
+        ([4, 5, 6], [9, 11, 12], [[4, 5], [9, 11]], [1, 2]),
+        ([6, 5, 4], [11, 10, 9], [[4], [9]], [3]),
+        ([4], [9], [[4], [9]], [1]),
+        ([], [], [[], []], []),
+    ],
+    ids=str,
+)
+def test_N_4_blocks_that_follow_each_other_are_found_in_a_new_cache_and_in_an_old_one(own, theirs, firsts, counts):
+    found = joined_blocks(own, theirs)
+    assert [each.tolist() for each in found] == [firsts, counts] and found[0].shape == (2, len(counts))
+
+
+def test_nixl_orders_few_runs_in_the_engines_thread_and_leaves_many_to_another():
+    way: Any = NixlWay.__new__(NixlWay)
+    way._own = Region(agent=b"", base=0, kind="VRAM", device=0, num_pages=36, num_blocks=100, page_bytes=16, blocks=[])
+    assert way.orders_at_once(range(1, 64), range(2, 65))
+    assert not way.orders_at_once(range(1, 64), [*range(2, 40), *range(50, 75)]), "two runs of 36 pages"
+
+
+def test_a_copy_is_not_looked_at_before_it_may_have_ended_as_counted_from_its_launch(monkeypatch):
+    """A wait that begins late sleeps for what is left; who looks lets others go on between two looks."""
+    now, done = [10.0], list[str]()
+
+    def sleep(seconds: float) -> None:
+        assert seconds > 0
+        now[0] += seconds
+        done.append("slept")
+
+    monkeypatch.setattr(ipc_memory, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    copy: Any = SimpleNamespace(query=lambda: done.append("looked") or len(done) > 4)
+    ipc_memory._wait(copy, 10.5, lambda: done.append("meanwhile"))
+    assert done == ["slept", "looked", "meanwhile", "looked", "meanwhile", "looked"] and 10.4 < now[0] < 10.5
+    now[0], done[:] = 11.0, []
+    copy.query = lambda: True
+    ipc_memory._wait(copy, 10.5)
+    assert not done and now == [11.0]
 
 
 @pytest.mark.parametrize(

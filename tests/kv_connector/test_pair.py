@@ -16,7 +16,7 @@ import pytest
 from octavo.kv_connector.orders import Order
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Job
-from octavo.kv_connector.worker.pair import Done, Pair, TransferError
+from octavo.kv_connector.worker.pair import Done, Pair, Told, TransferError, _framed
 from octavo.kv_connector.worker.ways import regions
 from octavo.kv_connector.worker.ways.gloo import GlooWay
 from octavo.kv_connector.worker.ways.regions import until_read
@@ -75,3 +75,43 @@ def test_P_3_a_peer_that_dies_before_the_group_is_there_is_noticed_at_once():
     with contextlib.closing(pair), pytest.raises(EOFError, match=f"{pair.peer} has closed the connection"):
         next(way.rows(pair, way.ask(pair, 16), [1]))
     assert time.monotonic() - started < patient(30) and pair.is_broken_off
+
+
+def test_half_a_message_is_not_waited_for_while_blocks_come(pairs):
+    """Who waited would keep them from being given up as long as its peer stands still."""
+    own, other = pairs
+    word = _framed(Told(lacking=[1, 2, 3], offer="x"))
+    assert not own.has_message
+    for cut in (2, 4, len(word) - 1):
+        other.sock.sendall(word[:cut])
+        assert own.says_something(patient(5)) and not own.has_message
+        other.sock.sendall(word[cut:])
+        until = time.monotonic() + patient(5)
+        while not own.has_message and time.monotonic() < until:
+            time.sleep(0.001)
+        assert own.receive(Told).offer == "x" and not own.has_message
+    other.close()
+    assert own.says_something(patient(5)) and own.has_message, "the end is heard at once"
+    with pytest.raises(EOFError, match="has closed the connection"):
+        own.receive(Told)
+
+
+def test_what_is_due_is_taken_by_one_look_and_who_has_gone_or_speaks_out_of_turn_is_found(pairs):
+    own, other = pairs
+    assert own.settle_now(), "nothing is due"
+    own.owe()
+    assert not own.settle_now(), "nothing was said"
+    own.pay()
+    own.pay()
+    assert isinstance(other.receive(Done), Done) and not other.says_something(0), "it is said once"
+    assert not own.settle_now() and not own.has_gone, "its answer is due"
+    other.send(Done())
+    assert own.says_something(patient(5)) and own.settle_now() and own.settle_now()
+    other.send(Done())
+    assert own.says_something(patient(5))
+    with pytest.raises(TransferError, match="speaks out of turn"):
+        own.settle_now()
+    other.close()
+    assert own.says_something(patient(5))
+    with pytest.raises(EOFError, match="has closed the connection"):
+        own.settle_now()

@@ -404,7 +404,7 @@ class _Answers:
     def look(self) -> None:
         """Hear who says something. Raises nothing."""
         try:
-            if self._due and self._error is None and self._due[0].says_something(0):
+            if self._due and self._error is None and self._due[0].has_message:
                 self._heard.append(self._hear(self._due.pop(0)))
         except Exception as error:  # blocks still come
             self._error = error

@@ -24,7 +24,7 @@ from octavo.kv_connector.worker.mover import Job, RefusedError
 
 PROTOCOL = 4
 _LENGTH = struct.Struct("<I")
-_MAX_MESSAGE = 16 << 20
+_MAX_MESSAGE, _MOST_AT_HAND = 16 << 20, 64 << 10  # bytes
 PIECE_BYTES = 16 << 20  # of blocks that come together through host memory
 _POLL_STEP = 0.001  # seconds: poll() rounds up to it
 
@@ -161,6 +161,15 @@ class Pair:
             time.sleep(seconds)
             seconds = 0.0
         return bool(poll.poll(seconds * 1000))
+
+    @property
+    def has_message(self) -> bool:
+        """Whether a whole one has come, if it is not long, or the end: `receive` waits for nobody. Raises OSError."""
+        if not self.says_something(0):
+            return False
+        data = self.sock.recv(_MOST_AT_HAND, socket.MSG_PEEK)
+        size = _LENGTH.size
+        return not data or (len(data) >= size and len(data) - size >= _LENGTH.unpack_from(data)[0])
 
     def settle_now(self) -> bool:
         """As `settle`, if that waits for nobody; whether. Raises EOFError where the peer has gone, and TransferError.
