@@ -5,6 +5,7 @@ And of blocks out of another GPU's memory: what their kernel is told, and what i
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from octavo.kv_connector.worker.ways.ipc_memory import DeviceMemory
+from octavo.kv_connector.worker.ways.regions import Region
 from octavo.ops import copying
 from octavo.ops.cache_write import copy_blocks_bulk
 from octavo.ops.compile import driver, nvrtc
@@ -113,6 +116,47 @@ def test_a_launch_of_bulk_copies_says_which_blocks_go_where(monkeypatch):
     monkeypatch.setattr(copy_blocks_bulk, "is_there", lambda device: True)
     assert copy_blocks_bulk.serves(copy) and not copy_blocks_bulk.serves(copy._replace(address=copy.address + 8))
     assert not copy_blocks_bulk.serves(copy._replace(strides=(strides[0], (600 * 32, 24))))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_copy_is_launched_on_its_own_stream_and_its_end_is_an_event_there(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def launch(*args: object) -> None:
+        asked.append(("launch", args[4]))
+        if fails:
+            raise driver.DriverError("it does not")
+
+    def event() -> SimpleNamespace:
+        return SimpleNamespace(
+            record=lambda on: asked.append(("record", on)), query=lambda: asked.append("ended?") or 1
+        )
+
+    stream = SimpleNamespace(
+        cuda_stream=7, query=lambda: asked.append("query"), synchronize=lambda: asked.append("synchronize")
+    )
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(copy_blocks_bulk, "is_there", lambda device: True)
+    monkeypatch.setattr(copy_blocks_bulk, "_load", functools.cache(copy_blocks_bulk._Kernel))
+    monkeypatch.setattr(driver, "load", lambda *args: 1)
+    monkeypatch.setattr(nvrtc, "machine_code", lambda *args: b"")
+    monkeypatch.setattr(driver, "launch", launch)
+    memory, own = DeviceMemory(torch.device("cpu")), torch.zeros((3, 20, 16), dtype=torch.uint8)
+    region = Region(
+        agent=b"", base=1 << 20, kind="VRAM", device=0, num_pages=3, num_blocks=20, page_bytes=16, blocks=[1, 2]
+    )
+    asked.clear()
+    if fails:
+        with pytest.raises(driver.DriverError):
+            memory.order(own, region, region)
+        assert asked == ["query", ("launch", 7), "synchronize"], "nothing is under way when it raises"
+        return
+    memory.order(own, region, region)()
+    assert asked == ["query", ("launch", 7), ("record", stream), "ended?"]
 
 
 def test_the_kernel_of_bulk_copies_keeps_all_in_registers():
