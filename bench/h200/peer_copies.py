@@ -25,7 +25,7 @@ from torch import distributed, multiprocessing
 from octavo.kv_connector.worker.ways.regions import Region, joined_runs
 from octavo.ops.cache_write import copy_blocks_bulk, copy_blocks_gpu
 from octavo.ops.compile import driver
-from octavo.ops.mapped import BlockCopy
+from octavo.ops.copying import BlockCopy
 
 _PAGES, _BLOCKS, _PAGE_BYTES = 36, 252, 256 << 10
 _ROUNDS = 8

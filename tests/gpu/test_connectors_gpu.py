@@ -27,8 +27,7 @@ from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.mover import Mover
 from octavo.ops.arrivals import make_gates
 from octavo.ops.cache_write import copy_blocks_bulk, copy_blocks_gpu
-from octavo.ops.copying import can_copy_pieces
-from octavo.ops.mapped import BlockCopy
+from octavo.ops.copying import BlockCopy, can_copy_pieces
 from peer_engine import peer
 from test_p2p import LONG, PARAMS, PROMPTS, WAYS, bits, need_library, p2p, until_idle, with_transfer
 

@@ -18,11 +18,11 @@ from octavo.ops.activation import gpu as gpu_activation
 from octavo.ops.cache_write import copy_blocks_gpu as gpu_copy
 from octavo.ops.cache_write import zero_blocks_gpu as gpu_zero
 from octavo.ops.cache_write.zero_blocks import zero_blocks_eager
+from octavo.ops.copying import BlockCopy
 from octavo.ops.embedding import gpu as gpu_embedding
 from octavo.ops.inputs.tensors import RowTensors
 from octavo.ops.lookup import gpu as gpu_lookup
 from octavo.ops.lookup import look_up_eager
-from octavo.ops.mapped import BlockCopy
 from octavo.ops.norm import gpu as gpu_norm
 from octavo.ops.norm.groups import group_norm
 from octavo.ops.rope import gpu as gpu_rope

@@ -21,7 +21,7 @@ from octavo.kv_connector.worker.ways.regions import Region
 from octavo.ops import copying
 from octavo.ops.cache_write import copy_blocks_bulk
 from octavo.ops.compile import driver, nvrtc
-from octavo.ops.mapped import BlockCopy
+from octavo.ops.copying import BlockCopy
 
 ARRAYS = [np.array(values, np.uint64) for values in ([1 << 40, 2], [3, 4])]
 

@@ -1,7 +1,7 @@
 """Copies that wait for nobody: of a CPU made by the thread that asks if they are small, to a GPU from pinned memory.
 
 Owns how a copy is cut into parts that torch does not share out among threads of OpenMP, and how many pieces cross the
-bus in one call. Each thread that asks has a
+bus in one call; and BlockCopy, the word for blocks that a kernel copies. Each thread that asks has a
 team of its own, of as many threads as the machine has cores; where others use the cores, a copy of a tenth of a
 millisecond waits for the last of them to be given one. Invariant: the values are those of `Tensor.copy_`.
 """
@@ -9,6 +9,7 @@ millisecond waits for the last of them to be given one. Invariant: the values ar
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,17 @@ _LOG = logging.getLogger(__name__)
 
 _PART = (1 << 15) - 64  # elements: one less than torch shares out, in whole lines of a cache
 _MAX_ALONE = 1 << 22  # elements of which one thread is not long in making a copy
+
+
+class BlockCopy(NamedTuple):
+    """Parts of blocks, from memory at an address into a cache."""
+
+    own: torch.Tensor  # uint8, contiguous
+    address: int
+    blocks: NDArray[np.int64]  # [2, count]: here, and there
+    strides: tuple[tuple[int, int], tuple[int, int]]  # bytes from part to part, and block to block; here, and there
+    num_parts: int
+    part_bytes: int
 
 
 def copy_alone(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

@@ -9,28 +9,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from octavo.ops.compile import driver
+from octavo.ops.copying import BlockCopy
 
 _LOG = logging.getLogger(__name__)
 HANDLE_BYTES = 64
 _PEER_ACCESS = 1  # opened memory may be another GPU's
-
-
-class BlockCopy(NamedTuple):
-    """Parts of blocks, from memory at an address into a cache."""
-
-    own: torch.Tensor  # uint8, contiguous
-    address: int
-    blocks: NDArray[np.int64]  # [2, count]: here, and there
-    strides: tuple[tuple[int, int], tuple[int, int]]  # bytes from part to part, and block to block; here, and there
-    num_parts: int
-    part_bytes: int
 
 
 class _Handle(ctypes.Structure):

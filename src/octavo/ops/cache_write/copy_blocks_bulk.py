@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from octavo.ops.compile import driver, nvrtc
+from octavo.ops.copying import BlockCopy
 from octavo.ops.gemm.gemm_pipeline import is_hopper
-from octavo.ops.mapped import BlockCopy
 
 _LOG = logging.getLogger(__name__)
 CHUNK, STAGES, PROGRAMS = 32 << 10, 6, 16  # bytes that a copy moves, copies under way in a program, programs

@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.ops.copying import to_device
-from octavo.ops.mapped import BlockCopy
+from octavo.ops.copying import BlockCopy, to_device
 
 # Words of a turn of a program, its warps, and programs: four on each of an H200's processors, of which two leave a
 # tenth of its link idle.

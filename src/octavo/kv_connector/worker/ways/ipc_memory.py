@@ -20,7 +20,7 @@ import torch
 from octavo.kv_connector.worker.pair import Meanwhile, yield_interpreter
 from octavo.kv_connector.worker.ways.regions import Region
 from octavo.ops import mapped
-from octavo.ops.mapped import BlockCopy
+from octavo.ops.copying import BlockCopy
 
 _POLL = 2e-5  # seconds between two looks whether a copy has ended: the system makes it 8e-5, and so of none at all
 _EAGER = 0.005  # seconds in which they follow each other at once
