@@ -30,7 +30,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from octavo.ops.copying import copy_alone
 from octavo.rl.plan import DTYPES, Incoming, pattern_of
-from octavo.rl.session import WeightConflictError, WeightTransferError, WeightUpdateError
+from octavo.rl.session import WeightConflictError, WeightTransferError, WeightUpdateError, check_version
 from octavo.rl.transport import BUFFER_BYTES, TIMEOUT, buffers
 from octavo.rl.transport.extent import Rooms
 from octavo.rl.transport.gloo import make_gloo
@@ -172,6 +172,7 @@ class Sender:
         source: a module or its tensors by name, as they are now; or a WeightSource of them, which may round. Names and
         tensors may also come one by one, as a trainer gathers them; the memory of one may be the next one's.
         """
+        check_version(version)
         if not self._has_met:
             self._meet()
             self._has_met = True

@@ -287,7 +287,7 @@ class GroupTransport:
         self._last = {}
         self._group = Group(type(self).make, address, port, rank, size, seconds, name=name, check=self.check)
         self._place, self._was = place_of(address, port), self._group.peer
-        return {"rank": rank, "world_size": size}
+        return {"rank": rank, "world_size": size, "group": self._place}
 
     def receive(self, info: Mapping[str, Any], read: Read, put: Put) -> list[Incoming]:
         """Take part in the broadcast of each buffer."""
