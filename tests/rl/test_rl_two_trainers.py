@@ -141,10 +141,15 @@ def test_an_update_whose_trainer_left_makes_room_for_a_sleep(llm: LLM, trainer: 
     assert llm.wake_up() and answers(llm) == before
 
 
-def test_an_abort_of_a_session_that_is_not_open_cuts_no_meeting(llm: LLM, pool: ThreadPoolExecutor) -> None:
+def test_an_abort_of_a_session_that_is_not_open_cuts_no_meeting(
+    llm: LLM, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """RL.W9: of one that never opened, as a refused trainer sends it, and of one that ended; without a name it does."""
     ended = llm.start_weight_update()
     llm.abort_weight_update(session=ended)
+    moves, cuts = llm.engine.core.weights.moves, list[str]()
+    cut = moves.cut
+    monkeypatch.setattr(moves, "cut", lambda why: (cuts.append(why), cut(why)))
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -154,14 +159,12 @@ def test_an_abort_of_a_session_that_is_not_open_cuts_no_meeting(llm: LLM, pool: 
         for name in ("never opened", ended):
             with pytest.raises(WeightConflictError, match=f"session '{name}' is not open"):
                 llm.abort_weight_update(session=name)
-        threading.Event().wait(2 * LOOK)  # a wait that was cut ends at its next look
-        assert llm.weight_state()["waits_for_trainer"] and not meeting.done()
+        assert llm.weight_state()["waits_for_trainer"] and not cuts
         llm.abort_weight_update()
         with pytest.raises(WeightTransferError, match="cut short: abort_weight_update came"):
             meeting.result(patient(20))
 
 
-LOOK = 0.05  # seconds between two looks of who waits for a trainer
 LONG = "x" * 257
 
 
