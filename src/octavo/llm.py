@@ -317,11 +317,11 @@ class LLM(WeightMethods):
         session = self.start_weight_update(partial=partial, on_running=on_running)
         try:
             yield functools.partial(self._load_weight, session=session)
+            self.finish_weight_update(version, session=session)
         except BaseException:
             with contextlib.suppress(WeightConflictError):  # it is over if a tensor was refused
                 self.abort_weight_update(session=session)
             raise
-        self.finish_weight_update(version, session=session)
 
     def _load_weight(self, name: str, tensor: Any, session: str | None = None) -> None:
         from octavo.rl.transport.local import Handed

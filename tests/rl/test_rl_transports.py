@@ -340,8 +340,10 @@ def test_a_sender_keeps_its_connection_and_sees_when_its_server_has_closed_it() 
         engine = sender._engine
         for _ in range(2):
             for each in range(2):
-                engine.begin_update({"update_info": {}, "number": each})()
+                engine.begin_update({"update_info": {}, "number": each}, each * 10**11)()
+                assert engine._idle[-1].sock.gettimeout() == 2 * (60 + each * 100), "an answer may take as its bytes do"
             engine.finish_weight_update("1")
+            assert engine._idle[-1].sock.gettimeout() == 120
             closed = engine._idle[-1].sock
             select.select([closed], [], [], patient(5) if len(heard) == 3 else 0)
         with pytest.raises(WeightUpdateError, match=r"/behind/abort_weight_update answered 409: \{\}"):

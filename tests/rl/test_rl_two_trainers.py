@@ -16,10 +16,11 @@ import pytest
 from safetensors.torch import save_file
 
 from octavo import LLM
-from octavo.rl import Sender, WeightSource, sender, session
+from octavo.rl import Sender, WeightSource, session
 from octavo.rl.messages import Prepared, Received, Way
 from octavo.rl.sender import told
 from octavo.rl.session import State, WeightConflictError, WeightTransferError, WeightUpdateError, WeightUpdates
+from octavo.rl.transport.server_calls import ServerCalls
 from octavo.sched.pause import Gate
 from patience import patient
 from weights_rig import Weights, answers, other_weights
@@ -28,7 +29,7 @@ FIELDS: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 256}
 SECONDS = 60.0  # that a meeting or a receive may take: no test waits for them
 
 
-class Local(sender._Server):
+class Local(ServerCalls):
     """The calls that a server would get, made to an engine of this process."""
 
     def __init__(self, llm: LLM) -> None:
@@ -37,7 +38,7 @@ class Local(sender._Server):
     def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> dict[str, Any]:
         return self.llm.init_weight_transfer_engine(request)
 
-    def begin_update(self, request: Mapping[str, Any]) -> Callable[[], object]:
+    def begin_update(self, request: Mapping[str, Any], num_bytes: int = 0) -> Callable[[], object]:
         return functools.partial(self.llm.update_weights, request)
 
     def finish_weight_update(self, weight_version: str | None, *, session: str | None = None) -> None:
@@ -188,7 +189,15 @@ def test_a_label_that_cannot_be_is_refused_before_any_tensor_travels(
     trainer.send(WeightSource(other_weights(2)), before)  # its group is as it was: nothing was received
     asked = list[str]()
     monkeypatch.setattr(llm, "start_weight_update", lambda **_: asked.append("start"))
-    wrong: list[tuple[Any, str]] = [(LONG, "1 to 256 characters, got 257"), (5, "weight_version must be text, got int")]
+    wrong: list[tuple[Any, str]] = [
+        (LONG, "1 to 256 characters, got 257"),
+        (5, "weight_version must be text, got int"),
+        ("a\nb", r"weight_version must have characters that can be printed, got 'a\\nb'"),
+        ("\ud800", r"weight_version must have characters that can be printed, got '\\ud800'"),
+    ]
+    for label, words in wrong[2:]:
+        with pytest.raises(WeightUpdateError, match=words):
+            llm.update_weight_version(label)
     for label, words in wrong:
         for send in (Sender(llm, "local").send, Sender("http://127.0.0.1:1").send):
             with pytest.raises(WeightUpdateError, match=words):

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from octavo.checkpoint.hub import find_model
 from octavo.rl import Sender
-from octavo.rl import sender as sender_module
 from octavo.rl.session import WeightUpdateError
+from octavo.rl.transport.server_calls import ServerCalls
 from octavo.serve.routes.weights import METHODS
 from server_rig import RunningServer
 from test_routes_status import Client
@@ -234,13 +234,13 @@ def test_rl_w4_a_sender_needs_one_call_for_an_update(
 ) -> None:
     """RL.W4: of a model's weights; tensors that are gathered one by one are begun with the first, and then finished."""
     before, old, asked = ids_of(own_server), load_file(TINY / "model.safetensors"), list[str]()
-    begin = sender_module._Server._begin
+    begin = ServerCalls._begin
 
-    def note(server: sender_module._Server, name: str, body: Mapping[str, Any]) -> Callable[[], bytes]:
+    def note(server: ServerCalls, name: str, body: Mapping[str, Any], num_bytes: int = 0) -> Callable[[], bytes]:
         asked.append(name)
-        return begin(server, name, body)
+        return begin(server, name, body, num_bytes)
 
-    monkeypatch.setattr(sender_module._Server, "_begin", note)
+    monkeypatch.setattr(ServerCalls, "_begin", note)
     with contextlib.closing(Sender(own_server.url, "gloo")) as sender:
         sender.send({name: weight * 1.25 for name, weight in old.items()}, "next")
         assert ids_of(own_server) == wanted and asked == ["init_weight_transfer_engine", "update_weights"]

@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ from octavo.rl.moves import Moves, Waiting
 
 BACKENDS = ("disk", "shm", "gloo", "nccl", "ipc", "local")  # the ways that tensors come
 _LOG = logging.getLogger(__name__)
+_End = TypeVar("_End", Start, Finish)
 DEFAULT_VERSION = "default"  # before the first update, as other engines call it
 ON_RUNNING = ("recompute", "keep_kv", "abort")
 HOLD_TIMEOUT = 60.0  # seconds between two messages of a session that holds the steps, or stands in another's way
@@ -227,7 +228,7 @@ class WeightUpdates:
         return {"session": self._session}
 
     def _receive(self, info: dict[str, Any]) -> Waiting:
-        start = msgspec.convert(info.get("start"), Start | None)  # of an update that begins with these tensors
+        start = _end_of(info, "start", Start)  # of an update that begins with these tensors
         if start is None:
             self._need_open("update_weights", info.get("session"))
         else:
@@ -235,7 +236,7 @@ class WeightUpdates:
                 self._is_others = True  # who was met begins its own now
             self._open(start, info.get("session"))
         try:
-            finish = msgspec.convert(info.get("finish"), Finish | None)  # of one that ends with them
+            finish = _end_of(info, "finish", Finish)  # of one that ends with them
             if finish is not None:  # no tensor has to travel for what is refused behind all of them
                 _check_finish(finish)
             self._is_told = True
@@ -415,6 +416,14 @@ def _check_finish(finish: Finish) -> None:
     check_version(finish.weight_version)
 
 
+def _end_of(info: Mapping[str, Any], name: str, kind: type[_End]) -> _End | None:
+    """What a message with tensors says of an update's start, or of its finish; None: nothing."""
+    try:
+        return msgspec.convert(info.get(name), kind | None)
+    except msgspec.ValidationError as error:
+        raise WeightUpdateError(f"{name}: {error}") from None
+
+
 def _group_of(info: Mapping[str, Any]) -> object:
     """By which group a message's tensors come, if it says so."""
     update_info = info.get("update_info", info)
@@ -427,6 +436,8 @@ def check_version(version: object) -> None:
         return
     if not isinstance(version, str):
         raise WeightUpdateError(f"weight_version must be text, got {type(version).__name__}")
+    if not version.isprintable():
+        raise WeightUpdateError(f"weight_version must have characters that can be printed, got {version[:50]!a}")
     if not 1 <= len(version) <= MAX_VERSION:
         raise WeightUpdateError(f"weight_version must have 1 to {MAX_VERSION} characters, got {len(version)}")
 
