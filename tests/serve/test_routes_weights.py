@@ -201,6 +201,7 @@ def test_rl_w4_one_call_may_be_a_whole_update(own_server: RunningServer, folder:
     assert (known["state"], known["weight_version"]) == ("ready", "step-2") and ids_of(own_server) == wanted
     for part, words in (
         ({"finish": {"weight_version": ""}}, "weight_version must have"),
+        ({"finish": {"weight_version": "x" * 257}, "update_info": {"path": "/nowhere/at/all"}}, "got 257"),
         ({"finish": {"on_running": "no"}}, "on_running"),
         ({"start": {"on_running": "no"}}, "on_running"),
         ({"start": {"is_checkpoint_format": False}}, "is_checkpoint_format"),
@@ -265,7 +266,9 @@ def test_rl_w4_a_sender_needs_one_call_for_an_update(
         ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, 400, "nothing is unpickled"),
         ("/update_weights_from_disk", {"model_path": "/nowhere/at/all"}, 400, "/nowhere/at/all"),
         ("/update_weights_from_disk", {}, 400, "model_path"),
+        ("/update_weights_from_disk", {"model_path": str(TINY), "weight_version": "x" * 257}, 400, "got 257"),
         ("/update_weight_version", {}, 400, "new_version"),
+        ("/update_weight_version", {"new_version": "a\nb"}, 400, "characters that can be printed, got 'a"),
         ("/collective_rpc", {"method": "__init__"}, 404, ", ".join(METHODS)[:40]),
         ("/collective_rpc", {"method": "update_weight", "args": [1] * 9}, 400, "takes name, dtype"),
         ("/init_weight_transfer_engine", {"init_info": {}, "backend": "carrier pigeon"}, 400, "carrier pigeon"),
