@@ -76,6 +76,9 @@ SMOLLM3: dict[str, Any] = {
     "sliding_window": 40,
 }
 
+# Attention and MLP beside each other behind a layer norm; every fourth layer sees everything and does not turn.
+COHERE2: dict[str, Any] = {**_PLAIN, "architectures": ["Cohere2ForCausalLM"], "sliding_window": 40}
+
 # Biases on attention's products, each kind with a field of its own, and heads larger than the hidden size has room for.
 SEED_OSS: dict[str, Any] = {
     **_PLAIN,

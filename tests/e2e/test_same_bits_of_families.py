@@ -9,6 +9,7 @@ import pytest
 
 from octavo import LLM, SamplingParams
 from random_models import (
+    COHERE2,
     EXAONE4,
     GLM4,
     GRANITE,
@@ -22,9 +23,12 @@ from random_models import (
 )
 from settings_matrix import SETTINGS, num_rounds
 
-# OLMo 3's five layers are five cache groups, SmolLM3's and EXAONE 4's four are four: one request of 320 tokens takes as
-# many times the blocks that it takes elsewhere.
-SMALL_POOLS = {"Olmo3ForCausalLM": 120, "SmolLM3ForCausalLM": 96, "Exaone4ForCausalLM": 96}
+# OLMo 3's five layers are five cache groups, the others' four are four: one request of 320 tokens takes as many times
+# the blocks that it takes elsewhere.
+SMALL_POOLS = {
+    "Olmo3ForCausalLM": 120,
+    **dict.fromkeys(("SmolLM3ForCausalLM", "Exaone4ForCausalLM", "Cohere2ForCausalLM"), 96),
+}
 PROMPTS = token_prompts(1, 17, 40, 64, 90, 130, 201, 33, 5, 66)
 Result = list[tuple[list[int], list[float]]]
 
@@ -48,7 +52,7 @@ def _results(llm: LLM, prompts: list[dict[str, list[int]]], first: int = 0) -> R
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "shape",
-    [OLMO3, PHI4, GLM4, GRANITE, SMOLLM3, SEED_OSS, EXAONE4, MIXTRAL],
+    [OLMO3, PHI4, GLM4, GRANITE, SMOLLM3, SEED_OSS, EXAONE4, COHERE2, MIXTRAL],
     ids=lambda shape: shape["architectures"][0],
 )
 def test_every_setting(tmp_path: Path, shape: dict[str, Any], dtype: str) -> None:

@@ -87,6 +87,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 128, "sliding_window": 64,
         "query_pre_attn_scalar": 24, "sliding_window_pattern": 3, "hidden_activation": "gelu_pytorch_tanh",
     },
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
     "olmo3": {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 64, "attention_bias": True},
     "phi3": {"architectures": ["Phi3ForCausalLM"]},
     "glm": {"architectures": ["GlmForCausalLM"], "head_dim": 128},
@@ -95,6 +96,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"]},
     "seed-oss": {"architectures": ["SeedOssForCausalLM"], "attention_out_bias": True},
     "exaone4": {"architectures": ["Exaone4ForCausalLM"], "sliding_window": 64},
+    "cohere2": {"architectures": ["Cohere2ForCausalLM"], "sliding_window": 64},
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4},
     "deepseek2": {"architectures": ["DeepseekV2ForCausalLM"], **_LATENT, "topk_method": "greedy"},
     "deepseek3": {

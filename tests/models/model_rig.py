@@ -151,6 +151,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**YARN_ROPE, "mscale": 1.0, "mscale_all_dim": 0.7},
         },
     ),
+    "olmo2": ("Olmo2", {"num_key_value_heads": 4, "attention_bias": True}),
     "olmo3": (
         "Olmo3",
         {
@@ -211,6 +212,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 1e6, "original_max_position_embeddings": 64},
         },
     ),
+    "cohere": ("Cohere", {"logit_scale": 0.25}),
+    "cohere-biased": (
+        "Cohere",
+        {"logit_scale": 1.0, "attention_bias": True, "tie_word_embeddings": False, "hidden_size": 96},
+    ),
+    "cohere2": ("Cohere2", {"num_hidden_layers": 5, "sliding_window": 24, "logit_scale": 0.25}),
     "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3}),
     "mixtral-window": (
         "Mixtral",

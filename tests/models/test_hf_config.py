@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from octavo.checkpoint.arch import Arch, Moe, Rope
+from octavo.checkpoint.arch import Arch, LayerKind, Moe, Rope
 from octavo.checkpoint.config_reader.checkpoint import arch_from_config, read_arch
 from octavo.models import ARCHITECTURES
 
@@ -424,6 +424,35 @@ def test_exaone4_turns_what_has_a_window() -> None:
     assert {(layer.window, layer.rope.kind) for layer in small.layers} == {(0, "llama3")}
     with pytest.raises(ValueError, match="unsupported sliding_window=null"):
         family("Exaone4ForCausalLM", sliding_window=None)
+
+
+def test_olmo2_sees_all() -> None:
+    """As OLMo 2 7B's file says it."""
+    said = {"rope_theta": 5e5, "rms_norm_eps": 1e-6, "attention_bias": False, "num_key_value_heads": 8}
+    found = family("Olmo2ForCausalLM", rope_scaling=None, **said)
+    assert found.layers == (LayerKind(rope=Rope(theta=5e5)),) * 4 and found.norm_eps == 1e-6
+    with pytest.raises(ValueError, match="unsupported mlp_bias=true"):
+        family("Olmo2ForCausalLM", mlp_bias=True)
+
+
+def test_command_r_multiplies_its_logits() -> None:
+    """As the files of Command R and of Command R7B say it, whose layers turn where they have a window."""
+    said = {"logit_scale": 0.0625, "layer_norm_eps": 1e-5, "rope_theta": 8e6, "use_qk_norm": False}
+    found = family("CohereForCausalLM", **said)
+    assert (found.logit_divisor, found.norm_eps, found.tied) == (16.0, 1e-5, True)
+    assert {layer.rope for layer in found.layers} == {Rope(theta=8e6, interleaved=True)}
+    with pytest.raises(ValueError, match="unsupported use_qk_norm=true"):
+        family("CohereForCausalLM", use_qk_norm=True)
+    said = {"logit_scale": 0.25, "rope_theta": 5e4, "sliding_window": 64, "rotary_pct": 1.0}
+    second = family("Cohere2ForCausalLM", sliding_window_pattern=4, position_embedding_type="rope_gptj", **said)
+    assert [(layer.window, layer.rope.kind) for layer in second.layers] == [(64, "default")] * 3 + [(0, "none")]
+    assert (second.layers[0].rope, second.logit_divisor) == (Rope(theta=5e4, interleaved=True), 4.0)
+    types = ["sliding_attention"] * 3 + ["full_attention"]
+    assert family("Cohere2ForCausalLM", layer_types=types, **said) == second
+    full = family("Cohere2ForCausalLM", layer_types=["full_attention"] * 4, **said)
+    assert {layer.rope.kind for layer in full.layers} == {"none"}
+    with pytest.raises(ValueError, match="unsupported sliding_window=null"):
+        family("Cohere2ForCausalLM", layer_types=["full_attention"] * 4, **{**said, "sliding_window": None})
 
 
 def test_mixtral_has_experts_in_each_layer() -> None:

@@ -48,7 +48,7 @@ class CausalLM(Layer):
         self.arch = arch
         self.layer_specs: Sequence[LayerSpec] = specs
         self.rotary, self.layers = nn.ModuleList(rotary), nn.ModuleList(layers)
-        self.norm = RMSNorm(arch.hidden_size, arch.norm_eps, self.norm_offset)
+        self.norm: Layer = RMSNorm(arch.hidden_size, arch.norm_eps, self.norm_offset)
         self.head, self.embedding = head_and_embedding(arch, dtype)
         self.weight_map = {**weights, **end_weights(tied=arch.tied)}
 

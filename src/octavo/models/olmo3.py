@@ -1,7 +1,8 @@
-"""OLMo 3: a decoder that norms what attention and MLP leave, not what they take, and q and k over all their heads.
+"""OLMo 2 and 3: a decoder that norms what attention and MLP leave, not what they take, and q and k over all heads.
 
-Three layers with a sliding window, then one that sees all. Owns the whole model and its weight map. Source: the model's
-report (Allen Institute for AI, 2025). Invariant: float32 logits within 1e-4 of transformers'.
+Of OLMo 3 three layers have a sliding window, then one sees all; of OLMo 2 all do. Owns the whole model and its weight
+map. Source: arXiv 2501.00656 and OLMo 3's report (Allen Institute for AI, 2025). Invariant: float32 logits within 1e-4
+of transformers'.
 """
 
 from __future__ import annotations

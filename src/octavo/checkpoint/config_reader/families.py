@@ -84,6 +84,7 @@ _QWEN3_5_MOE = msgspec.structs.replace(
         "norm_topk_prob": True,
     },
 )
+_COHERE = "octavo.models.cohere:CohereForCausalLM"
 _DEEPSEEK = "octavo.models.deepseek:DeepseekForCausalLM"
 FAMILIES = {
     "LlamaForCausalLM": Family(model="octavo.models.llama:LlamaForCausalLM", bias="field", mlp_bias=True),
@@ -108,6 +109,9 @@ FAMILIES = {
     ),
     "DeepseekV2ForCausalLM": Family(model=_DEEPSEEK, bias="field", latent=True, moe="deepseek2", mlp_bias=True),
     "DeepseekV3ForCausalLM": Family(model=_DEEPSEEK, bias="field", latent=True, moe="deepseek3"),
+    "Olmo2ForCausalLM": Family(
+        model="octavo.models.olmo3:Olmo3ForCausalLM", bias="field", usual={"rms_norm_eps": 1e-5},
+    ),
     "Olmo3ForCausalLM": Family(
         model="octavo.models.olmo3:Olmo3ForCausalLM", bias="field", sliding="pattern", theta=5e5, full_scaling=True,
         usual={"sliding_window_pattern": 4, "rms_norm_eps": 1e-5},
@@ -134,6 +138,15 @@ FAMILIES = {
     "SeedOssForCausalLM": Family(
         model="octavo.models.llama:LlamaForCausalLM", bias="fields", mlp_bias=True, head_size=128,
         usual={"attention_bias": True, "num_key_value_heads": 8},
+    ),
+    "CohereForCausalLM": Family(
+        model=_COHERE, bias="field", interleaved=True, theta=5e5,
+        read="octavo.checkpoint.config_reader.cohere:read_cohere", usual={"tie_word_embeddings": True},
+    ),
+    "Cohere2ForCausalLM": Family(
+        model=_COHERE, bias="field", interleaved=True, sliding="pattern", unturned="full",
+        read="octavo.checkpoint.config_reader.cohere:read_cohere2",
+        usual={"tie_word_embeddings": True, "sliding_window_pattern": 4},
     ),
     "Qwen3NextForCausalLM": Family(
         model=_QWEN3_NEXT, bias="field", qk_norm=True, head_size=256, moe="qwen",

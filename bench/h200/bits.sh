@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# The same bits as ever, on one H200 or over several: side by side, for what they take is mostly a processor's.
+# From the repository's root of a checkout; logs under $OUT. About 400 s, and at most $LIMIT (560 s).
+#   recorded: 200 recorded requests of small models, with default settings and graphs (150 s alone)
+#   families: every family with default settings, float32 beside the CPU's tokens, bfloat16 alone and in a batch
+#   AXES: octavo bench reproducibility in bfloat16, all axes, of the bundled models and of 0.6b; of 8b in three parts
+# Named parts, or all: recorded families tiny hybrid 0.6b 8b_a 8b_b 8b_c. Table last.
+set -u
+PY=${PY:-python3}; OUT=${OUT:-/tmp}; LIMIT=${LIMIT:-560}
+export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+WANTED=" ${*:-recorded families tiny hybrid 0.6b 8b_a 8b_b 8b_c} "
+GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); [ "${GPUS:-0}" -gt 0 ] || GPUS=1
+T="$PY -m pytest -q -p no:cacheprovider -o addopts= -m gpu -rfE"
+B="$PY -m octavo bench reproducibility --device cuda --dtype bfloat16"
+names=()
+part() { # name, which GPU, command: begun, in the background
+  local name=$1 gpu=$(($2 % GPUS)); shift 2
+  case "$WANTED" in *" $name "*) ;; *) return 0;; esac
+  names+=("$name")
+  CUDA_VISIBLE_DEVICES=$gpu timeout -k 5 "$LIMIT" "$@" > "$OUT/bits_$name.txt" 2>&1 &
+}
+axes() { # those of a file's line, as options
+  local name; while read -r name; do printf -- '--axis\n%s\n' "$name"; done
+}
+mapfile -t A < <(printf '%s\n' restart "batch size" order neighbours "mixed steps" siblings logprobs "chunk size" "prefix hit" "host memory" | axes)
+mapfile -t C < <(printf '%s\n' "host memory, alone" preemption speculation | axes)
+mapfile -t D < <(printf '%s\n' "oracle's drafts" "blocks of 16" "blocks of 48" "blocks of 64" "blocks of 528" "kernel block" "odd kernel block" "step in flight" "graph or eager" everything | axes)
+part 8b_a 0 $B --shape 8b "${A[@]}"
+part 8b_b 1 $B --shape 8b "${C[@]}"
+part 8b_c 1 $B --shape 8b "${D[@]}"
+part 0.6b 0 $B --shape 0.6b
+part recorded 1 $T -n 0 tests/gpu/test_recorded_bits_gpu.py
+part tiny 0 $B
+part hybrid 1 $B --model octavo-tiny-hybrid
+part families 0 $T -n 8 --dist loadgroup tests/gpu/test_families_gpu.py
+wait
+for name in "${names[@]}"; do
+  log="$OUT/bits_$name.txt"
+  echo "=== $name: $(grep -c 'different: 0 logits, 0 log-probabilities, 0 tokens' "$log") axes without a difference; $(grep -v '^{' "$log" | tail -1 | cut -c1-150)"
+  grep -E 'different: |NOT MET|^(FAILED|ERROR)|Error|^octavo: ' "$log" | grep -v 'different: 0 logits, 0 log-probabilities, 0 tokens' | cut -c1-180 | head -8
+done

@@ -1,0 +1,46 @@
+"""A drafter of a package that Octavo does not know, named by its path: the one of docs/adding.md, as it stands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import LLM, SamplingParams
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/adding.md"
+PARAMS = [
+    SamplingParams(temperature=heat, seed=place, max_tokens=40, ignore_eos=True, logprobs=0)
+    for place, heat in enumerate((0.0, 0.7, 1.0))
+]
+
+
+@pytest.fixture
+def mydrafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The module can be imported."""
+    section = PAGE.read_text(encoding="utf-8").partition("## A speculator")[2].partition("\n## ")[0]
+    (tmp_path / "mydrafts.py").write_text(section.partition("```python\n")[2].partition("```")[0])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("mydrafts", None)
+
+
+def answers(**fields: Any) -> tuple[list[Any], int]:
+    """Tokens and log-probabilities, and how many drafts were accepted."""
+    with LLM(dtype="float32", **fields) as llm:
+        outputs = llm.generate(["1, 2, 1, 2, 1, 2, 1,", "def f(x):", "a a a a a a"], PARAMS, use_tqdm=False)
+        counts = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    said = [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in outputs]
+    return said, counts["vllm:spec_decode_num_accepted_tokens"]
+
+
+@pytest.mark.usefixtures("mydrafts")
+def test_S_2_a_drafter_of_a_page_changes_no_bit() -> None:
+    plain, _ = answers()
+    for options in ({}, {"period": 3}):
+        own = {"method": "mydrafts:Period", "num_speculative_tokens": 4, "options": options, "adaptive_depth": False}
+        found, accepted = answers(speculative_config=own)
+        assert found == plain and accepted > 0, options
