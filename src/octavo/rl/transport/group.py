@@ -75,7 +75,9 @@ def in_time(make: Callable[[], Any], seconds: float, check: Check = go_on) -> An
         except BaseException as error:
             made.put((None, error))
 
-    threading.Thread(target=run, daemon=True, name="octavo-meeting").start()
+    thread = threading.Thread(target=run, daemon=True, name="octavo-meeting")
+    ending.waits(thread, until)
+    thread.start()
     while True:
         try:
             result, error = made.get(timeout=max(min(_LOOK_SECONDS, until - time.monotonic()), 0.0))
