@@ -439,8 +439,10 @@ class EngineCore:
         if not 0 <= order.level <= 2:
             raise ValueError(f"level: must be 0, 1 or 2, got {order.level}")
         going = self.ask_workers("check_sleep", list[str], order.keeps)
-        if self.weights.is_open and any("weights" in tags for tags in going):  # what has come would be lost
-            return self.standing("sleep: an update of the weights is open: finish or abort it first")
+        if any("weights" in tags for tags in going):
+            self.weights.give_up_if_gone()
+            if self.weights.is_open:  # what has come would be lost
+                return self.standing("sleep: an update of the weights is open: finish or abort it first")
         return self.standing(self.gate.check_sleep(order.level))
 
     def _sleep(self, order: pause.SleepOrder) -> pause.Standing:

@@ -43,7 +43,7 @@ from octavo.request.sampling_params import (
 )
 from octavo.request.scores import scored_alone
 from octavo.request.validation import as_float, listed, shown
-from octavo.rl.session import WeightConflictError
+from octavo.rl.session import WeightConflictError, check_version
 from octavo.startup import gc_control
 from octavo.startup.probe import numerics_id
 from octavo.text.no_tokenizer import NoTokenizer
@@ -311,17 +311,17 @@ class LLM(WeightMethods):
     ) -> Generator[Callable[[str, Any], None], None, None]:
         """New weights in a `with` block: `load(name, tensor)` for each, with the checkpoint's names, on any device.
 
-        They serve from the end of the block on; an exception in it leaves the old ones. A DTensor is gathered, which
-        all of its ranks have to do. See `start_weight_update` and `finish_weight_update`.
+        An exception in it leaves the old ones. A DTensor is gathered by all of its ranks. See `start_weight_update`.
         """
+        check_version(version)
         session = self.start_weight_update(partial=partial, on_running=on_running)
         try:
             yield functools.partial(self._load_weight, session=session)
+            self.finish_weight_update(version, session=session)
         except BaseException:
             with contextlib.suppress(WeightConflictError):  # it is over if a tensor was refused
                 self.abort_weight_update(session=session)
             raise
-        self.finish_weight_update(version, session=session)
 
     def _load_weight(self, name: str, tensor: Any, session: str | None = None) -> None:
         from octavo.rl.transport.local import Handed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from octavo import LLM, SamplingParams
 from octavo.frontend.control import WrongStateError
 from octavo.request.outputs import RequestOutput
-from octavo.request.sampling_params import ParameterError
+from octavo.request.sampling_params import ParameterError, StructuredOutputsParams
+from octavo.sched.pause import PauseOrder
 from patience import patient
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6]]
@@ -139,3 +141,43 @@ def test_a_reset_may_take_running_requests_with_it(llm: LLM, whole: list[Request
         assert not llm.reset_prefix_cache()
         assert llm.reset_prefix_cache(reset_running_requests=True)
         assert tokens_of(running.result()) == tokens_of(whole)
+
+
+FORM = StructuredOutputsParams(regex="[ab]{3}( [0-9]{2}){6}")
+MIXED: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 32, "async_scheduling": True},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+    "no room": {"num_gpu_blocks_override": 26, "block_size": 16, "max_num_batched_tokens": 48},
+}
+
+
+@pytest.mark.parametrize("own", MIXED.values(), ids=MIXED)
+def test_rl_p5_a_pause_at_any_step_changes_no_token_of_anything_in_flight(own: dict[str, Any]) -> None:
+    """RL.P5: prompts in chunks, drafts, forms, preempted requests and steps that are not taken in yet."""
+    form = SamplingParams(max_tokens=40, temperature=1.0, seed=4, structured_outputs=FORM)
+    plain = SamplingParams(max_tokens=40, temperature=1.0, seed=5, logprobs=0, ignore_eos=True)
+    asked = [([5, 6, 7, 8] * 20, plain), ([9, 8, 7], form), ([*range(20, 160)], plain), ([3, 4] * 30, plain)]
+
+    def run(llm: LLM, every: int, clear_cache: bool) -> list[object]:
+        """All requests; with a pause behind each `every` steps."""
+        engine, found, num_pauses = llm.engine, dict[str, RequestOutput](), 0
+        for index, (ids, params) in enumerate(asked):
+            engine.add(str(index), ids, params)
+        while engine.has_unfinished:
+            for _ in range(every):
+                found |= {each.request_id: each for each in engine.step() if each.finished}
+            if engine.has_unfinished:
+                assert engine.ask("pause", PauseOrder(clear_cache=clear_cache)).paused
+                before = engine.times.num_steps
+                found |= {each.request_id: each for each in engine.step() if each.finished}
+                assert engine.times.num_steps == before and engine.ask("standing").settled
+                assert not engine.ask("resume").paused
+                num_pauses += 1
+        assert num_pauses >= {1: 10, 3: 4, 24: 1}.get(every, 0)
+        return [(found[key].outputs[0].token_ids, found[key].outputs[0].logprobs) for key in sorted(found)]
+
+    with LLM("octavo-tiny", dtype="float32", max_model_len=256, **own) as llm:
+        wanted = run(llm, 10_000, False)
+        assert len(wanted) == len(asked)
+        for every, clear_cache in ((1, False), (3, False), (24, True)):
+            assert run(llm, every, clear_cache) == wanted, (every, clear_cache)

@@ -91,15 +91,16 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     # outputs and answers by their fields alone, whoever the sampler is; arrays of experts come as .npy
     "rl.rollouts.completion": (set(), {"numpy"}),
     # the state machine of a weight update: an engine's loop, its frontends and a sender know it, without torch
-    "rl.session": ({"rl.moves"}, {"msgspec"}),
+    "rl.session": ({"rl.messages", "rl.moves"}, {"msgspec"}),
     # what of it waits for a trainer beside the steps
+    "rl.messages": (set(), {"msgspec"}),
     "rl.moves": (set(), set()),
     # where new weights lie in a model: the loader's weight map for one that runs
     "rl.plan": ({"rl.session", "checkpoint", "models", "layers", "ops"}, {"torch"}),
     "rl.current_weights": ({"rl.session", "rl.plan", "checkpoint", "layers"}, {"torch"}),
     "rl.in_place": ({"rl.session", "rl.plan"}, {"torch"}),
     "rl.receiver": (
-        {"words", "models", "rl.session", "rl.plan", "rl.in_place", "rl.transport"}
+        {"words", "models", "rl.messages", "rl.session", "rl.plan", "rl.in_place", "rl.transport"}
         | {"rl.current_weights", "ops.captures"},
         {"torch"},
     ),

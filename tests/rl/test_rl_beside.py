@@ -6,6 +6,8 @@ import contextlib
 import datetime
 import gc
 import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -261,6 +263,27 @@ def test_a_meeting_ends_in_its_time_whatever_torchs_client_does(monkeypatch: pyt
         assert not released.is_set()
     finally:
         released.set()
+
+
+@pytest.mark.parametrize("left", [0.05, 0.6])
+def test_a_process_may_end_while_a_meeting_that_it_has_left_gives_up(left: float) -> None:
+    """RL.W8: a library's thread that comes back while Python goes away would end the process by a signal."""
+    code = f"""
+import time
+from torch.distributed import TCPStore
+from octavo.rl.transport.gloo import make_gloo
+from octavo.rl.transport.group import Group
+store = TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+until = time.monotonic() + 2.0
+def refused():
+    raise ValueError("the other end has refused")
+try:
+    Group(make_gloo, "127.0.0.1", store.port, 0, 2, 2.0, store=store, check=refused)
+except ValueError:
+    time.sleep(max(until - time.monotonic() - {left}, 0.0))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=patient(120), check=False)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")[-1000:]
 
 
 class Work:

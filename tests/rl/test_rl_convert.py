@@ -18,6 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 
 from octavo import LLM, rl
 from octavo.attention import AttentionMods
+from octavo.rl import conversion
 from patience import patient
 from rl_rig import TINY, num_differing, random_ids, sampled, tiny
 
@@ -82,15 +83,35 @@ def test_targets_that_nobody_asks_for_give_nothing(model: Any, pack: rl.Pack) ->
     assert not found.logprobs[some < 0].any() and not found.entropy[some < 0].any()
 
 
-def test_RL_N5_checkpointing_keeps_bits_and_gradients(model: Any, pack: rl.Pack) -> None:
+def _count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers' own numbers, whenever one is computed."""
+    ran, forward = list[int](), conversion._Layer.__call__
+
+    def count(self: conversion._Layer, x: torch.Tensor, pack: rl.Pack) -> torch.Tensor:
+        ran.append(self.index)
+        return forward(self, x, pack)
+
+    monkeypatch.setattr(conversion._Layer, "__call__", count)
+    return ran
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+def test_RL_N5_checkpointing_keeps_bits_and_gradients(
+    model: Any, pack: rl.Pack, monkeypatch: pytest.MonkeyPatch, use_reentrant: bool, every: int
+) -> None:
+    """As transformers switches it: what a layer keeps is computed again on the way back, in the same bits."""
     expected = rl.logprobs(model, pack).logprobs
     expected.sum().backward()
-    gradients = _gradients(model)
-    model.activation_checkpointing_enable()
+    gradients, ran = _gradients(model), _count_runs(monkeypatch)
+    own: dict[str, Any] = {} if every == 1 else {"every_n_layers": every}  # which not every transformers has
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant}, **own)
     model.train()
     try:
         found = rl.logprobs(model, pack).logprobs
+        assert ran == list(range(7))
         found.sum().backward()
+        assert ran[7:] == list(range(0, 7, every))[::-1]
     finally:
         model.activation_checkpointing_disable()
         model.eval()

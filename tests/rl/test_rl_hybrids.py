@@ -173,6 +173,22 @@ def test_RL_N2_the_way_back_through_a_whole_model_is_as_near_as_plain_torchs(fam
         assert float(ours) < 3 * float(theirs) + 5e-5, (name, float(ours), float(theirs))
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("family", ["qwen3.5-moe", "lfm2-moe", "granite4", "deepseek3"])
+def test_RL_N5_checkpointing_of_other_layers_keeps_bits_and_gradients(family: str, use_reentrant: bool) -> None:
+    """Experts, latent attention, gated delta nets, short convolutions, Mamba-2: what is kept is computed once more."""
+    model, pack, found = rl.convert(make_reference(family)), rl.Pack.of(PROMPTS[:4]), []
+    model.train()
+    for is_checkpointed in (False, True):
+        if is_checkpointed:
+            model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+        logs = rl.logprobs(model, pack).logprobs
+        logs.sum().backward()
+        found.append([logs.detach(), *(parameter.grad for parameter in model.parameters())])
+        model.zero_grad(set_to_none=True)
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_RL_N1_families_with_states(family: str, dtype: torch.dtype, tmp_path: Path) -> None:

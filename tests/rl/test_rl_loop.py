@@ -95,6 +95,7 @@ class Loop:
             new = rl.logprobs(self.model, pack).logprobs
             seen = new.detach()
             given = torch.cat([torch.tensor([*each, 0.0]) for each in old[part]])
+            assert torch.equal(seen, given), "max() below would pass over a NaN"
             difference = given - seen
             kl = max(kl, float((difference.exp() - difference - 1).abs().max()))
             ratio = max(ratio, float(((seen - given).exp() - 1).abs().max()))

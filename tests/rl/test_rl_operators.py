@@ -16,7 +16,7 @@ from octavo.checkpoint.arch import Moe
 from octavo.ops import native
 from octavo.ops.gemm import linear, pack_linear
 from octavo.ops.rope import rope_table
-from octavo.rl import packed_weights
+from octavo.rl.autograd import packed_weights
 from rl_rig import DTYPES, flip_lowest_bit
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25)

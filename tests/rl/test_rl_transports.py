@@ -91,15 +91,18 @@ def test_a_trainers_process_sends_by_gloo(llm: LLM, packed: str) -> None:
     llm.shutdown_weight_transfer_engine()
 
 
-@pytest.mark.parametrize("backend", ["local", "shm", "gloo"])
-def test_a_sender_brings_the_same_weights_by_every_transport(llm: LLM, new: Weights, backend: str) -> None:
-    """RL.W5: those that hand over, that share memory and that broadcast; twice, and back again."""
+@pytest.mark.parametrize("backend", ["local", "shm", "gloo", "disk"])
+def test_a_sender_brings_the_same_weights_by_every_transport(
+    llm: LLM, new: Weights, backend: str, tmp_path: Path
+) -> None:
+    """RL.W5: those that hand over, share memory, broadcast and write files; twice, and back again."""
     before, wanted = answers(llm), None
-    sender = Sender(llm, backend, timeout=20)
+    sender = Sender(llm, backend, timeout=20, folder=tmp_path if backend == "disk" else None)
     for version in ("1", "2"):
         sender.send(WeightSource(new), version)
         wanted = wanted or answers(llm)
         assert answers(llm) == wanted != before and llm.get_weight_version() == version
+    sums = llm.get_weight_checksums()
     sender.send(WeightSource(old_weights()), "0")
     assert answers(llm) == before
     sender.close()
@@ -108,6 +111,7 @@ def test_a_sender_brings_the_same_weights_by_every_transport(llm: LLM, new: Weig
             for name, tensor in new.items():
                 load(name, tensor)
         assert answers(other) == wanted
+        assert other.get_weight_checksums() | {"weight_version": ""} == sums | {"weight_version": ""}
 
 
 @pytest.mark.parametrize("backend", ["local", "shm", "gloo"])
@@ -336,8 +340,10 @@ def test_a_sender_keeps_its_connection_and_sees_when_its_server_has_closed_it() 
         engine = sender._engine
         for _ in range(2):
             for each in range(2):
-                engine.begin_update({"update_info": {}, "number": each})()
+                engine.begin_update({"update_info": {}, "number": each}, each * 10**11)()
+                assert engine._idle[-1].sock.gettimeout() == 2 * (60 + each * 100), "an answer may take as its bytes do"
             engine.finish_weight_update("1")
+            assert engine._idle[-1].sock.gettimeout() == 120
             closed = engine._idle[-1].sock
             select.select([closed], [], [], patient(5) if len(heard) == 3 else 0)
         with pytest.raises(WeightUpdateError, match=r"/behind/abort_weight_update answered 409: \{\}"):

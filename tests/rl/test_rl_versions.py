@@ -52,10 +52,13 @@ def llm() -> Iterator[LLM]:
         yield made
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_tokens_say_which_weights_drew_them(is_async: bool) -> None:
-    """RL.V1: exactly, with a step in flight too; a request that is computed again keeps the stamps of what it drew."""
-    with LLM(**FIELDS, async_scheduling=is_async) as llm:
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+
+
+@pytest.mark.parametrize("own", [{}, {"async_scheduling": True}, DRAFTS], ids=["plain", "async", "drafts"])
+def test_tokens_say_which_weights_drew_them(own: dict[str, Any]) -> None:
+    """RL.V1, RL.V3: exactly, with a step in flight or drafts too; what is computed again keeps the stamps of before."""
+    with LLM(**FIELDS, **own) as llm:
         give(llm, WEIGHTS[0], "a")
         output = _steps_between(llm, 5, lambda: give(llm, WEIGHTS[1], "b"))
         spans = output.outputs[0].weight_versions

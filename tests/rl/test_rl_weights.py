@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo import LLM
+from octavo.rl import checksum, current_weights
 from octavo.rl.session import WeightConflictError, WeightUpdateError
 from rl_rig import TINY
 from weights_rig import Weights, answers, old_weights, other_weights
@@ -184,6 +185,27 @@ def test_a_message_of_any_kind_is_refused_and_the_old_weights_serve(llm: LLM) ->
         if llm.weight_state()["state"] == "open":  # it was refused before it was sent
             llm.abort_weight_update()
     assert answers(llm) == before
+
+
+def test_rl_w5_a_checksum_is_of_values_and_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RL.W5: equal ones have equal checksums in every type that holds them, in pieces or whole; others have not."""
+    values = torch.randn(7, 11, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = checksum(values)
+    assert re.fullmatch("[0-9a-f]{16}", found) and checksum(values.float()) == checksum(values.double()) == found
+    assert checksum(values.t().contiguous().t()) == checksum(values.view(-1)) == found
+    others = {"swapped": values.flip(0), "turned": values.t().contiguous(), "shorter": values[:6]}
+    for place in range(values.numel()):
+        moved, negated, last_bit = values.clone(), values.clone(), values.clone()
+        moved.view(-1)[[place, (place + 1) % 77]] = values.view(-1)[[(place + 1) % 77, place]]
+        negated.view(-1)[place] *= -1
+        last_bit.view(torch.int16).view(-1)[place] ^= 1
+        others |= {f"moved {place}": moved, f"negated {place}": negated, f"last bit {place}": last_bit}
+    sums = [checksum(each) for each in others.values()]
+    assert len({found, *sums}) == 1 + len(sums)
+    assert len({checksum(torch.zeros(size)) for size in range(9)}) == 9
+    assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
+    monkeypatch.setattr(current_weights, "_CHUNK", 5)
+    assert checksum(values) == found
 
 
 def test_updates_leave_no_memory_behind(llm: LLM, old: Weights) -> None:

@@ -39,6 +39,8 @@ def llm(sets: tuple[Path, list[Weights]]) -> Iterator[LLM]:
     [
         ("disk", {}, "update_info.path must be str, and is missing"),
         ("disk", {"path": 3}, "update_info.path must be str, got 3"),
+        ("disk", {"path": ""}, "update_info.path must be a folder's, got ''"),
+        ("disk", {"path": "a\0b"}, "update_info.path must be a folder's, got 'a\\x00b'"),
         ("shm", {"names": []}, "update_info.shm_name must be str, and is missing"),
         ("local", {"names": []}, "update_info.local_key must be int, and is missing"),
     ],
@@ -55,6 +57,47 @@ def test_what_an_update_lacks_is_named_where_it_belongs(
 def test_what_a_meeting_lacks_is_named_where_it_belongs(llm: LLM) -> None:
     with pytest.raises(WeightUpdateError, match=r"^init_info\.master_port must be int, got '1'$"):
         llm.init_weight_transfer_engine({"backend": "gloo", "init_info": {"master_address": "h", "master_port": "1"}})
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1\0.elsewhere", "x" * 256, "h\u00f6st\n"])
+def test_an_address_that_no_host_has_is_asked_of_nobody(llm: LLM, address: str) -> None:
+    """Libraries would read it to its first zero."""
+    place = {"master_address": address, "master_port": 80, "world_size": 2}
+    with pytest.raises(WeightUpdateError, match=r"^init_info.master_address must be the trainer's, of 1 to 255"):
+        llm.init_weight_transfer_engine({"backend": "gloo", "init_info": place})
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"start": 5}, "start: Expected"),
+        ({"start": {"partial": "no"}}, "start: Expected `bool`, got `str`"),
+        ({"start": {}, "finish": []}, "finish: Expected"),
+        ({"start": {}, "finish": {"label": "1"}}, "finish: Object contains unknown field `label`"),
+    ],
+)
+def test_what_a_whole_update_says_of_its_ends_is_named(llm: LLM, message: dict[str, Any], words: str) -> None:
+    with pytest.raises(WeightUpdateError, match=f"^{words}"):
+        llm.update_weights({"update_info": {"path": "/nowhere"}, **message})
+    assert llm.weight_state()["state"] == "ready"
+
+
+def test_an_update_whose_end_is_refused_is_over(
+    llm: LLM, sets: tuple[Path, list[Weights]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever refuses it: the next one is not refused for a minute."""
+
+    def refuses(version: str | None = None, **_: Any) -> None:
+        raise ParameterError("weights", "must be plain data", "invalid_type")
+
+    monkeypatch.setattr(llm, "finish_weight_update", refuses)
+    with pytest.raises(ParameterError):
+        Sender(llm, "local").send(WeightSource(sets[1][1]))
+    assert llm.weight_state()["state"] == "ready"
+    with pytest.raises(ParameterError), llm.weights() as load:
+        for name, tensor in sets[1][1].items():
+            load(name, tensor)
+    assert llm.weight_state()["state"] == "ready"
 
 
 def test_types_have_one_word_whatever_brings_them(llm: LLM, tmp_path: Path) -> None:

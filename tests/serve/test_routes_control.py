@@ -35,10 +35,13 @@ def ids_of(server: RunningServer, **fields: Any) -> list[int]:
     return found
 
 
-def last_of(client: Client) -> tuple[list[int], str]:
-    """The token ids of a stream to its end, and its finish reason."""
+def last_of(client: Client, num_tokens: int | None = None) -> tuple[list[int], str]:
+    """The token ids of a stream to its end, and its finish reason; or so many of them at least, and none yet."""
     tokens, reason = list[int](), ""
-    while (line := client.read_event()) not in ("", "data: [DONE]"):
+    while num_tokens is None or len(tokens) < num_tokens:
+        line = client.read_event()
+        if line in ("", "data: [DONE]"):
+            break
         if line.startswith("data: "):
             (choice,) = json.loads(line[6:])["choices"]
             tokens += choice["token_ids"]
@@ -107,16 +110,20 @@ def test_a_response_that_was_aborted_is_not_complete(own_server: RunningServer) 
 
 
 def test_rl_g8_requests_are_aborted_by_the_beginning_of_their_ids(own_server: RunningServer) -> None:
-    """RL.G8: a client's own name, a group's beginning, all."""
+    """RL.G8: a client's own name, a group's beginning, all; a neighbour of another name goes on."""
     for name, body, path in [
         ("mine-7", {"request_ids": ["mine-7"]}, "/abort_requests"),
         ("group-1-a", {"rid": "group-1"}, "/abort_request"),
         ("any", {"abort_all": True}, "/abort_request"),
     ]:
-        with Client(own_server, LONG | {"stream": True, "request_id": name}) as client:
+        asked = [LONG | {"stream": True, "request_id": each} for each in (name, "group-2-a")]
+        with Client(own_server, asked[0]) as client, Client(own_server, asked[1]) as neighbour:
             client.read_event()
-            assert own_server.post(path, body).json()["aborted"] == 1
+            neighbour.read_event()
+            is_all = "abort_all" in body
+            assert own_server.post(path, body).json()["aborted"] == 1 + is_all
             assert last_of(client)[1] == "abort"
+            assert last_of(neighbour, 8 if not is_all else None)[1] == ("abort" if is_all else "")
     nobody = own_server.post("/abort_requests", {"request_ids": ["nobody", ""]}).json()
     assert nobody == {"status": "aborted", "aborted": 0}
     assert own_server.post("/abort_request", {}).json()["error"]["param"] == "rid"
@@ -213,6 +220,39 @@ def test_rl_p4_words_of_others(start_server: StartServer) -> None:
     refused = server.post("/v1/completions", GREEDY)
     assert (refused.status, refused.json()["error"]["code"]) == (503, "paused")
     assert server.post("/resume", None).status == 200 and server.post("/v1/completions", GREEDY).status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("/pause", {"wait_for_inflight_requests": True}, "length"),
+        ("/pause", {"wait_for_inflight_requests": False}, "abort"),
+        ("/pause", {}, "abort"),
+        ("/pause", {"mode": "wait"}, "length"),
+        ("/pause_generation", {}, "abort"),
+        ("/pause_generation", {"mode": "in_place"}, ""),
+        ("/pause_generation", {"mode": "retract"}, ""),
+    ],
+    ids=str,
+)
+def test_rl_p4_a_word_does_to_what_runs_what_it_does_elsewhere(
+    own_server: RunningServer, path: str, body: dict[str, Any], reason: str
+) -> None:
+    """RL.P4, RL.P1: verl's False ends and True waits; SGLang's in_place and retract keep what runs, abort ends it."""
+    keeps = reason == ""
+    whole = ids_of(own_server, max_tokens=200) if keeps else []
+    asked = LONG | {"stream": True} | ({"max_tokens": 40} if reason == "length" else {})
+    with Client(own_server, asked) as client:
+        tokens, _ = last_of(client, 1)
+        assert own_server.post(path, body).status == 200
+        load = own_server.get("/v1/loads").json()["loads"][0]["num_open_reqs"]
+        assert load == int(keeps) and own_server.get("/is_paused").json() == {"is_paused": True}
+        assert own_server.post("/continue_generation", {}).status == 200
+        rest, found = last_of(client, 20 if keeps else None)
+    if keeps:
+        assert found == "" and tokens + rest == whole[: len(tokens + rest)]
+    else:
+        assert found == reason and (len(tokens + rest) == 40) == (reason == "length")
 
 
 def test_what_a_trainer_reads_before_it_begins(own_server: RunningServer) -> None:

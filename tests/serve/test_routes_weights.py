@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from octavo.checkpoint.hub import find_model
 from octavo.rl import Sender
-from octavo.rl import sender as sender_module
 from octavo.rl.session import WeightUpdateError
+from octavo.rl.transport.server_calls import ServerCalls
 from octavo.serve.routes.weights import METHODS
 from server_rig import RunningServer
 from test_routes_status import Client
@@ -201,6 +201,7 @@ def test_rl_w4_one_call_may_be_a_whole_update(own_server: RunningServer, folder:
     assert (known["state"], known["weight_version"]) == ("ready", "step-2") and ids_of(own_server) == wanted
     for part, words in (
         ({"finish": {"weight_version": ""}}, "weight_version must have"),
+        ({"finish": {"weight_version": "x" * 257}, "update_info": {"path": "/nowhere/at/all"}}, "got 257"),
         ({"finish": {"on_running": "no"}}, "on_running"),
         ({"start": {"on_running": "no"}}, "on_running"),
         ({"start": {"is_checkpoint_format": False}}, "is_checkpoint_format"),
@@ -234,13 +235,13 @@ def test_rl_w4_a_sender_needs_one_call_for_an_update(
 ) -> None:
     """RL.W4: of a model's weights; tensors that are gathered one by one are begun with the first, and then finished."""
     before, old, asked = ids_of(own_server), load_file(TINY / "model.safetensors"), list[str]()
-    begin = sender_module._Server._begin
+    begin = ServerCalls._begin
 
-    def note(server: sender_module._Server, name: str, body: Mapping[str, Any]) -> Callable[[], bytes]:
+    def note(server: ServerCalls, name: str, body: Mapping[str, Any], num_bytes: int = 0) -> Callable[[], bytes]:
         asked.append(name)
-        return begin(server, name, body)
+        return begin(server, name, body, num_bytes)
 
-    monkeypatch.setattr(sender_module._Server, "_begin", note)
+    monkeypatch.setattr(ServerCalls, "_begin", note)
     with contextlib.closing(Sender(own_server.url, "gloo")) as sender:
         sender.send({name: weight * 1.25 for name, weight in old.items()}, "next")
         assert ids_of(own_server) == wanted and asked == ["init_weight_transfer_engine", "update_weights"]
@@ -265,7 +266,9 @@ def test_rl_w4_a_sender_needs_one_call_for_an_update(
         ("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, 400, "nothing is unpickled"),
         ("/update_weights_from_disk", {"model_path": "/nowhere/at/all"}, 400, "/nowhere/at/all"),
         ("/update_weights_from_disk", {}, 400, "model_path"),
+        ("/update_weights_from_disk", {"model_path": str(TINY), "weight_version": "x" * 257}, 400, "got 257"),
         ("/update_weight_version", {}, 400, "new_version"),
+        ("/update_weight_version", {"new_version": "a\nb"}, 400, "characters that can be printed, got 'a"),
         ("/collective_rpc", {"method": "__init__"}, 404, ", ".join(METHODS)[:40]),
         ("/collective_rpc", {"method": "update_weight", "args": [1] * 9}, 400, "takes name, dtype"),
         ("/init_weight_transfer_engine", {"init_info": {}, "backend": "carrier pigeon"}, 400, "carrier pigeon"),

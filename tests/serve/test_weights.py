@@ -16,7 +16,8 @@ from engine_rig import PROMPT, QUICK, helper, params, read, running, until
 from octavo.frontend.control import WrongStateError
 from octavo.frontend.messages import EngineStats
 from octavo.request.outputs import WeightsSpan, join_spans
-from octavo.rl.session import Received, State, Way, WeightConflictError, WeightUpdateError, WeightUpdates
+from octavo.rl.messages import Received, Way
+from octavo.rl.session import State, WeightConflictError, WeightUpdateError, WeightUpdates
 from octavo.sched.pause import Gate, Standing
 from octavo.serve.api.generation import _failure
 from octavo.serve.engine.leaving import Leaving
@@ -230,7 +231,8 @@ class Core:
 
     def ask_workers(self, name: str, reply: type[Any], request: Any = None) -> list[Any]:
         received, way = Received(1, 8, 0.1, not self.whole), Way(False, not self.whole)
-        return [{"weights_expect": way, "weights_update": received, "weights_abort": self.whole}.get(name)]
+        told = {"weights_expect": way, "weights_update": received, "weights_abort": self.whole, "weights_init": {}}
+        return [told.get(name)]
 
     ask_beside = ask_workers
 

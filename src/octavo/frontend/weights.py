@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from octavo.request.sampling_params import ParameterError
-from octavo.rl.session import result_of
+from octavo.rl.session import check_version, result_of
 
 MAX_ROWS = 1024  # of a tensor that is told as numbers
 
@@ -92,9 +92,9 @@ class WeightMethods(abc.ABC):
     ) -> dict[str, Any]:
         """Apply the update: steps from now on run with it. Returns {"weight_version", "num_tensors"}.
 
-        weight_version: a label of up to 256 characters; None: the number of updates so far. on_running: instead of
-        what the start said. session: the name that the start gave. Raises WeightUpdateError, which names tensors,
-        unless every weight has come.
+        weight_version: a label of up to 256 characters that can be printed; None: the number of updates so far.
+        on_running: instead of what the start said. session: the name that the start gave. Raises WeightUpdateError,
+        which names tensors, unless every weight has come.
         """
         fields = {"weight_version": weight_version, "on_running": on_running, "session": session}
         return dict(result_of(self._ask_core("finish_weight_update", message(**fields))))
@@ -110,6 +110,7 @@ class WeightMethods(abc.ABC):
         """Give the weights that are there another label. No request and no cached block is touched."""
         if not isinstance(weight_version, str):
             raise ParameterError("weight_version", f"must be text, got {type(weight_version).__name__}", "invalid_type")
+        check_version(weight_version)
         result_of(self._ask_core("update_weight_version", msgspec.msgpack.encode(weight_version)))
 
     def get_weight_version(self) -> str:

@@ -136,7 +136,20 @@ def _call(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
 
 def _converted(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
     """The forward of a converted module. Not decorated: Accelerate takes every decorator away."""
-    return module.__dict__[_KEPT](*arguments, **keywords)
+    kept = module.__dict__[_KEPT]
+    if _is_to_be_computed_again(module):
+        return module._gradient_checkpointing_func(functools.partial(kept, **keywords), *arguments)  # type: ignore[operator]
+    return kept(*arguments, **keywords)
+
+
+def _is_to_be_computed_again(module: nn.Module) -> bool:
+    """Whether a layer's way back is to compute it anew, and nobody but its forward sees to it.
+
+    transformers does so in the forward of a layer's class, whose place is taken here; older ones around the call.
+    """
+    is_asked = module.training and getattr(module, "gradient_checkpointing", False)
+    is_layer = isinstance(module.__dict__[_KEPT].args[0], _Layer)
+    return bool(is_asked) and is_layer and type(module).__call__ is nn.Module.__call__
 
 
 def _root_of(model: nn.Module) -> nn.Module | None:

@@ -19,8 +19,9 @@ from octavo.models.base import Model
 from octavo.ops import captures
 from octavo.rl.current_weights import CurrentWeights
 from octavo.rl.in_place import InPlace
+from octavo.rl.messages import Prepared, Received, Way
 from octavo.rl.plan import Incoming, Staged, WeightPlan
-from octavo.rl.session import Prepared, Received, Way, WeightTransferError, WeightUpdateError
+from octavo.rl.session import WeightTransferError, WeightUpdateError
 from octavo.rl.transport import Transport, make_transport
 
 _NO_BACKEND = "disk"  # for engines that were told of none

@@ -11,14 +11,10 @@ import collections
 import contextlib
 import copy
 import functools
-import http.client
-import json
 import os
 import secrets
-import select
 import shutil
 import threading
-import urllib.parse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from octavo.ops.copying import copy_alone
 from octavo.rl.plan import DTYPES, Incoming, pattern_of
-from octavo.rl.session import WeightConflictError, WeightTransferError, WeightUpdateError
+from octavo.rl.session import WeightUpdateError, check_version
 from octavo.rl.transport import BUFFER_BYTES, TIMEOUT, buffers
 from octavo.rl.transport.extent import Rooms
 from octavo.rl.transport.gloo import make_gloo
@@ -38,6 +34,7 @@ from octavo.rl.transport.group import Group, place_of
 from octavo.rl.transport.ipc import handle_of
 from octavo.rl.transport.local import Handed
 from octavo.rl.transport.nccl import make_nccl
+from octavo.rl.transport.server_calls import ServerCalls
 from octavo.rl.transport.shm import PREFIX, SharedBuffer
 
 _BACKENDS = ("local", "disk", "shm", "gloo", "nccl", "ipc")
@@ -146,7 +143,7 @@ class Sender:
             raise WeightUpdateError(f"unknown backend {backend!r} of a sender: known are {', '.join(_BACKENDS)}")
         self._folder = _folder_of(backend, folder)
         key = admin_key or os.environ.get("OCTAVO_ADMIN_KEY")
-        self._engine = _Server(engine, key, timeout) if isinstance(engine, str) else engine
+        self._engine = ServerCalls(engine, key, timeout) if isinstance(engine, str) else engine
         self._backend, self._timeout = backend, timeout
         self._address, self._size = address, num_workers + 1
         self._group: Group | None = None
@@ -172,12 +169,13 @@ class Sender:
         source: a module or its tensors by name, as they are now; or a WeightSource of them, which may round. Names and
         tensors may also come one by one, as a trainer gathers them; the memory of one may be the next one's.
         """
+        check_version(version)
         if not self._has_met:
             self._meet()
             self._has_met = True
         self._begin = self._finish = None
         self._is_open = self._is_finished = False
-        if isinstance(self._engine, _Server):  # each call costs a millisecond there
+        if isinstance(self._engine, ServerCalls):  # each call costs a millisecond there
             self._session, self._begin = secrets.token_hex(8), {"on_running": on_running}
             if isinstance(source, WeightSource | nn.Module | Mapping):
                 self._finish = {"weight_version": version}
@@ -189,14 +187,14 @@ class Sender:
                     getattr(self, f"_send_{self._backend}")(part.rounded(self._dtypes))
             if self._begin is not None:
                 raise WeightUpdateError("expected tensors, got none")
+            if not self._is_finished:
+                self._engine.finish_weight_update(version, session=self._session)
         except BaseException:
             if self._is_open:  # else nothing was sent
                 with contextlib.suppress(WeightUpdateError, OSError):  # it is over already where the engine refused
                     self._engine.abort_weight_update(session=self._session)
                 self.close()
             raise
-        if not self._is_finished:
-            self._engine.finish_weight_update(version, session=self._session)
 
     def close(self) -> None:
         """Leave the group, or take away the memory that was shared; the next `send` makes another."""
@@ -233,7 +231,7 @@ class Sender:
         names, parts = told(incoming), list(buffers(incoming, size))
         is_known, self._told = names == self._told, names  # the engine's end of a group remembers the last ones
         message = {"update_info": {**(dict.fromkeys(names, ()) if is_known else names), **form}}
-        with _Beside(self._updating(message, is_last=True)) as beside:
+        with _Beside(self._updating(message, incoming, is_last=True)) as beside:
             group.check = beside.check  # what the engine refuses is heard while the group waits
             sent: collections.deque[Callable[[], None]] = collections.deque()
             ahead = _GLOO_AHEAD if self._backend == "gloo" else 0  # on a device one buffer is enough
@@ -249,7 +247,7 @@ class Sender:
 
     _send_gloo = _send_nccl = _send_group
 
-    def _updating(self, message: Mapping[str, Any], *, is_last: bool) -> Callable[[], object]:
+    def _updating(self, message: Mapping[str, Any], incoming: list[Incoming], *, is_last: bool) -> Callable[[], object]:
         """Tell of tensors that come, in this update and no other; what waits until they are there.
 
         is_last: of a source. A server is told by now, and another engine by who waits.
@@ -258,8 +256,8 @@ class Sender:
         more = {"session": self._session, "start": start, "finish": finish}
         request = {**message, **{key: value for key, value in more.items() if value is not None}}
         self._is_open = True
-        if isinstance(self._engine, _Server):
-            update = self._engine.begin_update(request)
+        if isinstance(self._engine, ServerCalls):
+            update = self._engine.begin_update(request, sum(each.num_bytes for each in incoming))
         else:
             update = functools.partial(self._engine.update_weights, request)
 
@@ -272,7 +270,7 @@ class Sender:
     def _send_local(self, source: WeightSource) -> None:
         for part, is_last in _parts(source):
             with Handed({each.name: source.gather(each.name) for each in part}) as update_info:
-                self._updating({"update_info": update_info}, is_last=is_last)()
+                self._updating({"update_info": update_info}, part, is_last=is_last)()
 
     def _send_disk(self, source: WeightSource) -> None:
         for part, is_last in _parts(source):
@@ -282,21 +280,21 @@ class Sender:
                 tensors = {each.name: source.gather(each.name).cpu() for each in part}
                 save_file(tensors, path / "model.safetensors")
                 del tensors
-                self._updating({"update_info": {"path": str(path)}}, is_last=is_last)()
+                self._updating({"update_info": {"path": str(path)}}, part, is_last=is_last)()
             finally:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _send_shm(self, source: WeightSource) -> None:
         for part, is_last in _parts(source):
             _gather(source, part, self._shared.take(sum(each.num_bytes for each in part)))
-            self._updating({"update_info": {**told(part), "shm_name": self._shared.name}}, is_last=is_last)()
+            self._updating({"update_info": {**told(part), "shm_name": self._shared.name}}, part, is_last=is_last)()
             self._shared.let_go()
 
     def _send_ipc(self, source: WeightSource) -> None:
         for part, is_last in _parts(source):
             buffer = _packed(source, part, "cuda")
             torch.cuda.current_stream().synchronize()
-            self._updating({"update_info": {**told(part), "ipc_handle": handle_of(buffer)}}, is_last=is_last)()
+            self._updating({"update_info": {**told(part), "ipc_handle": handle_of(buffer)}}, part, is_last=is_last)()
 
 
 def _folder_of(backend: str, folder: str | os.PathLike[str] | None) -> Path:
@@ -394,106 +392,3 @@ class _Beside:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         self._thread.join(None if error is None else 1.0)
         self.check()
-
-
-class _Plain(http.client.HTTPConnection):
-    """A connection that sends a request's head and body together: whoever reads it wakes once."""
-
-    _said = b""
-
-    def send(self, data: Any) -> None:
-        """Keep it until `flush`."""
-        self._said += data
-
-    def flush(self) -> None:
-        """Send what was kept."""
-        said, self._said = self._said, b""
-        super().send(said)
-
-
-class _Secure(_Plain, http.client.HTTPSConnection):
-    """The same over TLS."""
-
-
-class _Server:
-    """The calls of an LLM, by a server's routes."""
-
-    def __init__(self, url: str, admin_key: str | None, timeout: float) -> None:
-        parts = urllib.parse.urlsplit(url.rstrip("/"))
-        kinds = {"http": _Plain, "https": _Secure}
-        if parts.scheme not in kinds or not parts.netloc:
-            raise WeightUpdateError(f"the address of a server begins with http:// or https://, got {url[:200]!r}")
-        self._url, self._path, self._key = url.rstrip("/"), parts.path, admin_key
-        self._connect = functools.partial(kinds[parts.scheme], parts.netloc, timeout=2 * timeout)
-        self._idle: list[_Plain] = []  # which the last calls have left
-
-    def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._post("init_weight_transfer_engine", request))
-        return found
-
-    def begin_update(self, request: Mapping[str, Any]) -> Callable[[], object]:
-        """Tell of tensors; what waits until they are there."""
-        return self._begin("update_weights", request)
-
-    def finish_weight_update(self, weight_version: str | None, *, session: str | None = None) -> None:
-        self._post("finish_weight_update", {"weight_version": weight_version, "session": session})
-
-    def abort_weight_update(self, *, session: str | None = None) -> None:
-        self._post("abort_weight_update", {"session": session})
-
-    def _post(self, name: str, body: Mapping[str, Any]) -> bytes:
-        return self._begin(name, body)()
-
-    def _begin(self, name: str, body: Mapping[str, Any]) -> Callable[[], bytes]:
-        """Send a request; what waits for the answer's body. Both raise WeightUpdateError."""
-        headers = {"Content-Type": "application/json"}
-        if self._key is not None:
-            headers["Authorization"] = f"Bearer {self._key}"
-        told = {key: value for key, value in body.items() if value is not None}
-        connection = self._connection()
-        with self._telling(connection):
-            connection.request("POST", f"{self._path}/{name}", json.dumps(told).encode(), headers)
-            connection.flush()
-
-        def wait() -> bytes:
-            with self._telling(connection):
-                reply = connection.getresponse()
-                said = reply.read()
-            if not reply.will_close:
-                self._idle.append(connection)
-            if reply.status >= 300:
-                text = f"{self._url}/{name} answered {reply.status}: {said[:2000].decode(errors='replace')}"
-                raise (WeightConflictError if reply.status == 409 else WeightUpdateError)(text)
-            return said
-
-        return wait
-
-    @contextlib.contextmanager
-    def _telling(self, connection: _Plain) -> Iterator[None]:
-        """What goes wrong on a connection ends it, and is told."""
-        try:
-            yield
-        except BaseException as error:
-            connection.close()
-            if isinstance(error, OSError | http.client.HTTPException):
-                raise WeightTransferError(f"{self._url} does not answer: {error!r}") from None
-            raise
-
-    def _connection(self) -> _Plain:
-        """The one that the last call has left, if the server keeps it."""
-        while self._idle:
-            connection = _if_open(self._idle.pop())
-            if connection is not None:
-                return connection
-        return self._connect()
-
-
-def _if_open(connection: _Plain) -> _Plain | None:
-    """The connection, unless its server has closed it: nothing is sent twice."""
-    if connection.sock is not None:
-        poll = select.poll()  # select() refuses files with high numbers
-        poll.register(connection.sock, select.POLLIN)
-        if not poll.poll(0):
-            return connection
-    connection.close()
-    return None

@@ -16,20 +16,22 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import msgspec
 
+from octavo.rl.messages import Core, Finish, Gate, Prepared, Received, Session, Start, UpdateStats, Way
 from octavo.rl.moves import Moves, Waiting
 
 BACKENDS = ("disk", "shm", "gloo", "nccl", "ipc", "local")  # the ways that tensors come
 _LOG = logging.getLogger(__name__)
+_End = TypeVar("_End", Start, Finish)
 DEFAULT_VERSION = "default"  # before the first update, as other engines call it
 ON_RUNNING = ("recompute", "keep_kv", "abort")
 HOLD_TIMEOUT = 60.0  # seconds between two messages of a session that holds the steps, or stands in another's way
 _LOOK_SECONDS = 1.0  # between two looks at whether a trainer is there
 _NUM_OVER = 16  # sessions whose end is remembered
-MAX_VERSION = 256  # characters of a version
+MAX_VERSION = MAX_SESSION = 256  # characters of a version, and of a session's name
 
 
 class WeightUpdateError(ValueError):
@@ -63,104 +65,6 @@ class State(enum.StrEnum):
     HELD = "held"  # a session is open, and has begun to overwrite the old weights: nothing is computed
 
 
-class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a session goes."""
-
-    partial: bool = False  # a subset of the weights may come
-    on_running: str = "recompute"
-    is_checkpoint_format: bool = True  # names and shapes are a checkpoint's: there is no other form
-
-
-class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which session a move is for."""
-
-    session: str | None = None  # the name that its start gave; None: the one that is open
-
-
-class Finish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a session ends."""
-
-    weight_version: str | None = None  # None: a number that counts updates
-    on_running: str | None = None  # None: as the start said
-    session: str | None = None
-
-
-class Prepared(msgspec.Struct, frozen=True):
-    """A worker's word that a session's set is whole."""
-
-    identity: str  # of the weights that it makes: equal for equal ones
-    num_tensors: int
-
-
-class Way(msgspec.Struct, frozen=True):
-    """How a message's tensors will come to a worker."""
-
-    waits: bool  # for a peer, or for files
-    overwrites: bool  # the old weights may be overwritten as they come
-
-
-class Received(msgspec.Struct, frozen=True):
-    """What one update brought."""
-
-    num_tensors: int
-    num_bytes: int
-    seconds: float
-    overwrites: bool  # the old weights are no longer whole
-    backend: str = ""  # by which it came
-
-
-class UpdateStats(msgspec.Struct, kw_only=True):
-    """Counters since the start of the engine."""
-
-    num_updates: int = 0
-    num_failed_updates: int = 0
-    num_received_tensors: int = 0
-    num_received_bytes: int = 0
-    receive_seconds: float = 0.0
-    update_seconds: float = 0.0  # from start to finish, of those that succeeded
-    pause_seconds: float = 0.0  # in which no step could run while weights were applied
-    received_by: dict[str, tuple[int, float]] = {}  # backend -> bytes, seconds
-    num_kept: int = 0  # running requests at updates
-    num_recomputed: int = 0
-    num_aborted: int = 0
-
-
-class Core(Protocol):
-    """What a session needs of an engine's core, between two steps."""
-
-    def ask_workers(self, name: str, reply: type[Any], request: Any = None) -> list[Any]:
-        """Ask every worker; see EngineCore."""
-
-    def ask_beside(self, name: str, reply: type[Any], request: Any = None) -> list[Any]:
-        """Ask every worker from another thread, while steps run."""
-
-    def change_weights(self, apply: Callable[[], bool], identity: str, version: str, running: str) -> tuple[int, str]:
-        """Let steps that were issued end, apply, go on with new names; how many requests ran, what became of them."""
-
-    def relabel(self, version: str) -> None:
-        """Stamp tokens with `version` from now on. Nothing else changes."""
-
-    def hold_weights(self) -> None:
-        """Plan no step until `change_weights` or `break_weights`."""
-
-    def release_weights(self) -> None:
-        """Plan steps again: the old weights are whole."""
-
-    def break_weights(self, reason: str) -> None:
-        """End all requests: nothing can be computed."""
-
-    def standing(self) -> object:
-        """How the engine stands, as it is told behind every move."""
-
-
-class Gate(Protocol):
-    """What an engine's gate knows of its weights (`octavo.sched.pause`)."""
-
-    lost: bool
-    lost_because: str
-    asleep: set[str]
-
-
 class WeightUpdates:
     """One engine's sessions. Its methods are called between two steps, with messages as `calls` decodes them."""
 
@@ -174,8 +78,10 @@ class WeightUpdates:
         self._identity = ""  # of the weights that are being applied
         self._start, self._began, self._last, self._hold_timeout = Start(), 0.0, 0.0, hold_timeout
         self._session, self._looked = "", 0.0  # the name of the session that is open, or was; the last look at its peer
+        self._is_told = False  # of tensors: until then nobody knows who sends them
+        self._met, self._is_others = "", False  # the group of who was met; whether that one has not begun the session
         self._over: collections.OrderedDict[str, str] = collections.OrderedDict()  # sessions -> how they ended
-        self._was_cut = False  # what waited, by an abort that is about to be answered
+        self._finished: str | None = None  # the last session that was
         self.moves = Moves(self._answer, self._cut)
 
     def calls(self) -> dict[str, Callable[[bytes], Future[bytes]]]:
@@ -185,10 +91,10 @@ class WeightUpdates:
             "shutdown_weight_transfer_engine": self._answering(lambda _: self._shutdown(), after=self._before_shutdown),
             "start_weight_update": self._answering(self._open, Start, after=lambda _: not self.is_open),
             "update_weights": self._answering(
-                self._receive, dict[str, Any], after=lambda info: not (self.is_open and info.get("start"))
+                self._receive, dict[str, Any], after=lambda info: not self.is_open or info.get("start") is None
             ),
             "finish_weight_update": self._answering(self._finish, Finish, after=lambda _: True),
-            "abort_weight_update": self._answering(self._abort, Session, after=self._before_abort),
+            "abort_weight_update": self._answer_abort,
             "update_weight_version": self._answering(self._set_version, str),
             "weight_checksums": self._answering(lambda _: self._checksums()),
             "weight_values": self._answering(self._values, tuple[str, int]),
@@ -214,12 +120,17 @@ class WeightUpdates:
         now = self._clock()
         if self.state is State.HELD and now >= self._last + self._hold_timeout:
             self._fail(f"nothing was heard of it for {self._hold_timeout:g} s")
-        elif now >= self._looked + _LOOK_SECONDS:
+        elif self._is_told and now >= self._looked + _LOOK_SECONDS:  # else it has nothing, and may be another's
+            self._look()
+
+    def give_up_if_gone(self) -> None:
+        """Give up a session whose trainer has gone, for who needs the room: one that was told of nothing, too."""
+        if self.state is State.OPEN and not self.moves.is_busy:
             self._look()
 
     def _look(self) -> None:
         self._looked = self._clock()
-        if any(self._core.ask_workers("weights_peer_is_gone", bool)):
+        if not self._is_others and any(self._core.ask_workers("weights_peer_is_gone", bool)):
             self._fail("its trainer has gone: the connection to it was closed, and tensors are missing")
 
     def _answering(
@@ -262,13 +173,24 @@ class WeightUpdates:
             self.moves.cut("another init_weight_transfer_engine came")
         return not self.is_open
 
-    def _before_abort(self, which: Session) -> bool:
-        """Whether it comes behind what waits, which it cuts short: a receive of the session, or a meeting."""
-        if self.is_open or which.session is not None:  # who names a session that is not open cuts no one else's wait
-            self._need_open("abort_weight_update", which.session)
-        self.moves.cut("abort_weight_update came")
-        self._was_cut = True
-        return True
+    def _answer_abort(self, payload: bytes) -> Future[bytes]:
+        """An abort comes behind what waits, which it cuts short: a receive of the session, or a meeting."""
+        cut: list[str] = []  # the session; of a meeting an empty name
+
+        def before(which: Session) -> bool:
+            if self.is_open or which.session is not None:  # who names one that is not open cuts no one else's wait
+                self._need_open("abort_weight_update", which.session)
+            self.moves.cut("abort_weight_update came")
+            cut.append(self._session if self.is_open else "")
+            return True
+
+        def abort(which: Session) -> None:
+            if not cut or cut == [self._finished]:  # it came to its end before the cut
+                self._need_open("abort_weight_update", which.session)
+            if self.is_open:
+                self._fail("the update was aborted")
+
+        return self._answering(abort, Session, after=before)(payload)
 
     def _before_shutdown(self, _: None) -> bool:
         self.moves.cut("shutdown_weight_transfer_engine came")
@@ -277,6 +199,7 @@ class WeightUpdates:
     def _init(self, info: dict[str, Any]) -> Waiting:
         self._make_room("init_weight_transfer_engine")
         workers = yield lambda number: self._core.ask_beside("weights_init", dict[str, Any], (number, info))
+        self._met = workers[0].get("group", "")
         _LOG.info("a sender of weights was met: %s", workers)
         return {"workers": workers}
 
@@ -294,21 +217,29 @@ class WeightUpdates:
             raise WeightConflictError('the memory of the weights sleeps: call wake_up(tags=["weights"]) first')
         if self._gate.lost and start.partial:
             raise WeightConflictError(f"partial=True needs whole weights: {self._gate.lost_because}")
+        if name is not None and not (isinstance(name, str) and len(name) <= MAX_SESSION):
+            raise WeightUpdateError(f"session must be text of up to {MAX_SESSION} characters, got {repr(name)[:50]}")
         self._core.ask_workers("weights_start", type(None), start.partial)
         _LOG.info("an update of the weights begins: %s; weights %r serve", start, self.version)
         self._start, self._began = start, self._clock()
         self._last = self._looked = self._began
-        self.state, self._session = State.OPEN, str(name or secrets.token_hex(8))
+        self._is_told = self._is_others = False
+        self.state, self._session = State.OPEN, name or secrets.token_hex(8)
         return {"session": self._session}
 
     def _receive(self, info: dict[str, Any]) -> Waiting:
-        start = msgspec.convert(info.get("start"), Start | None)  # of an update that begins with these tensors
+        start = _end_of(info, "start", Start)  # of an update that begins with these tensors
         if start is None:
             self._need_open("update_weights", info.get("session"))
         else:
+            if self.is_open and not self._is_told and self._met and self._met == _group_of(info):
+                self._is_others = True  # who was met begins its own now
             self._open(start, info.get("session"))
         try:
-            finish = msgspec.convert(info.get("finish"), Finish | None)  # of one that ends with them
+            finish = _end_of(info, "finish", Finish)  # of one that ends with them
+            if finish is not None:  # no tensor has to travel for what is refused behind all of them
+                _check_finish(finish)
+            self._is_told = True
             ways = self._core.ask_workers("weights_expect", Way, info)
             if self.state is State.OPEN and any(way.overwrites for way in ways):
                 self.state = State.HELD
@@ -344,8 +275,7 @@ class WeightUpdates:
         on_running = finish.on_running or self._start.on_running
         number = self.num_past + self.stats.num_updates + 1
         version = str(number) if finish.weight_version is None else finish.weight_version
-        _check_on_running(on_running)
-        _check_version(version)
+        _check_finish(finish)
         try:
             prepared: list[Prepared] = self._core.ask_workers("weights_prepare", Prepared)
         except Exception as error:
@@ -358,7 +288,7 @@ class WeightUpdates:
         except Exception as error:
             self._fail(str(error), overwritten=True)
             raise
-        self.state, self.version = State.READY, version
+        self.state, self.version, self._finished = State.READY, version, self._session
         self._remember(f"it was finished, as {version!r}")
         stats, now = self.stats, self._clock()
         stats.num_updates += 1
@@ -381,13 +311,6 @@ class WeightUpdates:
     def _apply(self) -> bool:
         return any(self._core.ask_workers("weights_apply", bool, self._identity))
 
-    def _abort(self, which: Session) -> None:
-        was_cut, self._was_cut = self._was_cut, False
-        if not was_cut:
-            self._need_open("abort_weight_update", which.session)
-        if self.is_open:
-            self._fail("the update was aborted")
-
     def _fail(self, reason: str, *, overwritten: bool = False) -> None:
         """The session is over: roll back, or break."""
         whole = all(self._core.ask_workers("weights_abort", bool)) and not overwritten
@@ -407,7 +330,7 @@ class WeightUpdates:
             self._core.break_weights(why)
 
     def _set_version(self, version: str) -> None:
-        _check_version(version)
+        check_version(version)
         self._refuse_if_open("update_weight_version")
         self.version = version
         self._core.relabel(version)
@@ -440,11 +363,9 @@ class WeightUpdates:
 
     def _make_room(self, move: str) -> None:
         """Raise WeightConflictError while an update is open, unless nothing was heard of it for long: it is over."""
-        if self.state is State.OPEN and not self.moves.is_busy:
-            if self._clock() - self._last > self._hold_timeout:
-                self._fail(f"nothing was heard of it for {self._hold_timeout:g} s")
-            else:
-                self._look()
+        self.give_up_if_gone()
+        if self.state is State.OPEN and not self.moves.is_busy and self._clock() - self._last > self._hold_timeout:
+            self._fail(f"nothing was heard of it for {self._hold_timeout:g} s")
         self._refuse_if_open(move)
 
     def _refuse_if_open(self, move: str) -> None:
@@ -489,7 +410,34 @@ def result_of(answer: bytes) -> Any:
     return told["result"]
 
 
-def _check_version(version: str) -> None:
+def _check_finish(finish: Finish) -> None:
+    if finish.on_running is not None:
+        _check_on_running(finish.on_running)
+    check_version(finish.weight_version)
+
+
+def _end_of(info: Mapping[str, Any], name: str, kind: type[_End]) -> _End | None:
+    """What a message with tensors says of an update's start, or of its finish; None: nothing."""
+    try:
+        return msgspec.convert(info.get(name), kind | None)
+    except msgspec.ValidationError as error:
+        raise WeightUpdateError(f"{name}: {error}") from None
+
+
+def _group_of(info: Mapping[str, Any]) -> object:
+    """By which group a message's tensors come, if it says so."""
+    update_info = info.get("update_info", info)
+    return update_info.get("group") if isinstance(update_info, Mapping) else None
+
+
+def check_version(version: object) -> None:
+    """Raise WeightUpdateError for what is no label; None is for a number that counts updates."""
+    if version is None:
+        return
+    if not isinstance(version, str):
+        raise WeightUpdateError(f"weight_version must be text, got {type(version).__name__}")
+    if not version.isprintable():
+        raise WeightUpdateError(f"weight_version must have characters that can be printed, got {version[:50]!a}")
     if not 1 <= len(version) <= MAX_VERSION:
         raise WeightUpdateError(f"weight_version must have 1 to {MAX_VERSION} characters, got {len(version)}")
 

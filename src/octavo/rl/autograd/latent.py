@@ -16,9 +16,9 @@ from octavo.ops.latent import latent_rope_store
 from octavo.ops.latent.state import LatentState
 from octavo.rl.autograd.norm import norm_backward, norm_weight
 from octavo.rl.autograd.outside import apply, first_order, outside_autocast
+from octavo.rl.autograd.packed_weights import packed_heads, rounded
 from octavo.rl.autograd.rope import turn_back
 from octavo.rl.pack import Pack, cache_view
-from octavo.rl.packed_weights import packed_heads, rounded
 
 
 def head_linear(x: Tensor, weight: Tensor, rows: slice, *, transposed: bool = False) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.ops.gemm import linear as linear_operator
 from octavo.rl.autograd.outside import apply, first_order, outside_autocast
-from octavo.rl.packed_weights import packed, rounded
+from octavo.rl.autograd.packed_weights import packed, rounded
 
 
 def linear(

@@ -19,7 +19,7 @@ from octavo.ops.sampling import cut_, token_stats
 from octavo.ops.sampling.truncation import TruncationRows
 from octavo.rl.autograd.linear import add_weight, backward_input
 from octavo.rl.autograd.outside import apply, first_order, outside_autocast
-from octavo.rl.packed_weights import packed
+from octavo.rl.autograd.packed_weights import packed
 
 _AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 28}  # logits of a block
 _NEG_INF = float("-inf")

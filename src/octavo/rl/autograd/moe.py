@@ -19,7 +19,7 @@ from octavo.ops.moe.routing import choose_experts_reference, sum_by_rank
 from octavo.rl.autograd.gated import gated_backward
 from octavo.rl.autograd.linear import backward_input, backward_weight, linear
 from octavo.rl.autograd.outside import apply, first_order, outside_autocast
-from octavo.rl.packed_weights import packed
+from octavo.rl.autograd.packed_weights import packed
 
 
 def moe(

@@ -235,11 +235,12 @@ def _by_recomputing(compute: Callable[..., Tensor], ctx: Any, grad: Tensor) -> l
     """Gradients of what a function saved, by the same mathematics in plain torch."""
     # chunks summed in float32 lose 8e-6 of a gradient; many a GPU has little float64
     dtype = torch.float32 if grad.is_cuda else torch.float64
-    wide = [each.detach().to(dtype).requires_grad_() for each in ctx.saved_tensors]
+    saved = ctx.saved_tensors  # once: checkpointing computes them for one look
+    wide = [each.detach().to(dtype).requires_grad_() for each in saved]
     with torch.enable_grad():
         result = compute(*wide, *ctx.facts)
     found = torch.autograd.grad(result, wide, grad.to(dtype))
-    return [own.to(each.dtype) for own, each in zip(found, ctx.saved_tensors, strict=True)]
+    return [own.to(each.dtype) for own, each in zip(found, saved, strict=True)]
 
 
 class _SigmoidGated(torch.autograd.Function):

@@ -75,10 +75,10 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, grad_q: Tensor, grad_states: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, q_norm, k_norm, cos_sin = ctx.saved_tensors
+        saved = qkv, q_norm, k_norm, cos_sin = ctx.saved_tensors  # once: checkpointing computes them for one look
         pack, spec, eps, offset = ctx.facts
         if qkv.is_cuda:
-            return _backward_gpu(grad_q, grad_states, ctx)
+            return _backward_gpu(grad_q, grad_states, saved, ctx.facts)
         heads = qkv.unflatten(1, (-1, spec.head_size))
         counts = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         q, k, _ = heads.split(counts, dim=1)
@@ -95,11 +95,11 @@ class _Rope(torch.autograd.Function):
         return joined, *of_norms, None, None, None, None, None
 
 
-def _backward_gpu(grad_q: Tensor, grad_states: Tensor, ctx: Any) -> tuple[Tensor | None, ...]:
+def _backward_gpu(grad_q: Tensor, grad_states: Tensor, saved: Any, facts: Any) -> tuple[Tensor | None, ...]:
     from octavo.ops.backward.rope import rope_backward  # needs triton
 
-    qkv, q_norm, k_norm, cos_sin = ctx.saved_tensors
-    pack, _, eps, offset = ctx.facts
+    qkv, q_norm, k_norm, cos_sin = saved
+    pack, _, eps, offset = facts
     wide_q, wide_k = (None if each is None else norm_weight(each, offset) for each in (q_norm, k_norm))
     grad, of_q, of_k = rope_backward(
         grad_q,

@@ -27,7 +27,10 @@ class DiskTransport(Alone):
 
     def receive(self, info: Mapping[str, Any], read: Read, put: Put) -> list[Incoming]:
         """Read the files."""
-        path = Path(field(info, "path", str))
+        given = field(info, "path", str)
+        if not given or "\0" in given:
+            raise WeightUpdateError(f"update_info.path must be a folder's, got {given[:80]!r}")
+        path = Path(given)
         try:
             checkpoint = Checkpoint(path)
         except ValueError as error:

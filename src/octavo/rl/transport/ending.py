@@ -3,7 +3,8 @@
 Before 3.14 Python ends a thread that wants its lock while the interpreter goes away, and a thread that C++ is beneath
 ends the whole process with it, by SIGABRT. So, at the exit and before the interpreter goes: who is in a call that lets
 go of the lock is waited for, nobody begins one, and what has such threads is taken apart, or kept if it is in use.
-Invariant: nothing here takes longer than _SECONDS.
+A wait that was left to itself is waited for where it is about to give up. Invariant: nothing here takes longer than
+_SECONDS, or _WAIT_SECONDS where such a wait is near its end.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 _SECONDS = 1.0  # for calls to return, and for what is on its way to arrive
+_WAIT_SECONDS = 4.0  # for waits that are about to give up, or should have: a library may take a second more
+_NEAR_SECONDS = 1.5  # in which a process ends
 _LOOK_SECONDS = 0.005
 _process = os.getpid()
 _changed = threading.Condition()
@@ -39,11 +42,17 @@ class Ends(Protocol):
 
 _ends: weakref.WeakSet[Any] = weakref.WeakSet()
 _last: list[Callable[[], None]] = []
+_waits: weakref.WeakKeyDictionary[threading.Thread, float] = weakref.WeakKeyDictionary()  # -> when it gives up
 
 
 def ends(each: Ends) -> None:
     """It ends before the interpreter does."""
     _ends.add(each)
+
+
+def waits(thread: threading.Thread, until: float) -> None:
+    """It is in a call that lets go of the lock, and gives up at a time of `time.monotonic`, about."""
+    _waits[thread] = until
 
 
 def last(call: Callable[[], None]) -> None:
@@ -74,6 +83,12 @@ def keep(*objects: Any) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
 
 
+def _is_near() -> bool:
+    """Whether a wait may return while the interpreter goes away."""
+    near = time.monotonic() + _NEAR_SECONDS
+    return any(thread.is_alive() and until < near for thread, until in list(_waits.items()))
+
+
 @atexit.register
 def _end() -> None:
     global _ender
@@ -88,5 +103,8 @@ def _end() -> None:
         time.sleep(_LOOK_SECONDS)
     for each in left:
         each.end()
+    until = time.monotonic() + _WAIT_SECONDS
+    while _is_near() and time.monotonic() < until:
+        time.sleep(_LOOK_SECONDS)
     for call in _last:
         call()

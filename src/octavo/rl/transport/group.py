@@ -44,6 +44,7 @@ from octavo.rl.transport.extent import ADVICE, Extent, Rooms, likely_bytes
 
 _T = TypeVar("_T")
 _MAX_SIZE = 1 << 16  # members of a group
+_MAX_ADDRESS = 255  # characters, as of any name of a host
 _NAMED = ("names", "dtype_names", "shapes")
 _AHEAD_BYTES = 64 << 20  # of buffers that are on their way together, and of one beside which another one may be
 _LEAST_SECONDS = 0.1  # for the rest of a meeting whose store answered late
@@ -74,7 +75,9 @@ def in_time(make: Callable[[], Any], seconds: float, check: Check = go_on) -> An
         except BaseException as error:
             made.put((None, error))
 
-    threading.Thread(target=run, daemon=True, name="octavo-meeting").start()
+    thread = threading.Thread(target=run, daemon=True, name="octavo-meeting")
+    ending.waits(thread, until)
+    thread.start()
     while True:
         try:
             result, error = made.get(timeout=max(min(_LOOK_SECONDS, until - time.monotonic()), 0.0))
@@ -273,8 +276,9 @@ class GroupTransport:
         own = functools.partial(field, info, of="init_info")
         address, port = own("master_address", str), own("master_port", int)
         size, rank = own("world_size", int), own("rank_offset", int, 1) + worker
-        if not address:
-            raise WeightUpdateError("init_info.master_address must be the trainer's, got an empty text")
+        if not 1 <= len(address) <= _MAX_ADDRESS or not address.isprintable() or not address.isascii():
+            what = f"the trainer's, of 1 to {_MAX_ADDRESS} printable characters"
+            raise WeightUpdateError(f"init_info.master_address must be {what}, got {address[:80]!a}")
         if size > _MAX_SIZE:
             raise WeightUpdateError(f"init_info.world_size must be at most {_MAX_SIZE}, got {size}")
         if not 1 <= rank < size:
@@ -287,7 +291,7 @@ class GroupTransport:
         self._last = {}
         self._group = Group(type(self).make, address, port, rank, size, seconds, name=name, check=self.check)
         self._place, self._was = place_of(address, port), self._group.peer
-        return {"rank": rank, "world_size": size}
+        return {"rank": rank, "world_size": size, "group": self._place}
 
     def receive(self, info: Mapping[str, Any], read: Read, put: Put) -> list[Incoming]:
         """Take part in the broadcast of each buffer."""

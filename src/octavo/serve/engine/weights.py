@@ -13,7 +13,7 @@ import msgspec
 
 from octavo.frontend.control import standing_after
 from octavo.frontend.weights import message, rows_of, told
-from octavo.rl.session import result_of
+from octavo.rl.session import check_version, result_of
 from octavo.serve.engine.control import AsyncControl
 
 
@@ -64,6 +64,7 @@ class AsyncWeightMethods(abc.ABC):
 
     async def update_weight_version(self, weight_version: str) -> None:
         """See WeightMethods."""
+        check_version(weight_version)
         result_of(await self._moved("update_weight_version", msgspec.msgpack.encode(weight_version)))
 
     async def get_weight_version(self) -> str:

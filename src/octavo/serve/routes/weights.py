@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.rl.session import WeightConflictError, WeightTransferError
+from octavo.rl.session import WeightConflictError, WeightTransferError, check_version
 from octavo.serve.engine.refusals import EngineDeadError
 from octavo.serve.errors import ApiError, bad_request
 from octavo.serve.http.exchange import Exchange
@@ -260,17 +260,18 @@ async def from_tensor(state: ServeState, exchange: Exchange) -> None:
 async def _one_call(state: ServeState, request: Mapping[str, Any], label: str | None, *, partial: bool) -> None:
     """Tensors that come in one call: into the update that is open, or as an update of their own."""
     engine = state.engine
+    check_version(label)
     if (await engine.weight_state())["state"] in ("open", "held"):
         await engine.update_weights(request)
         return
     session = await engine.start_weight_update(partial=partial)
     try:
         await engine.update_weights({**request, "session": session})
+        done = await engine.finish_weight_update(label, session=session)
     except BaseException:
         with contextlib.suppress(ValueError):  # it is over, if that was what failed
             await engine.abort_weight_update(session=session)
         raise
-    done = await engine.finish_weight_update(label, session=session)
     if not partial and request["update_info"].get("path") == str(engine.folder):
         engine.weights.came_from_checkpoint(done["weight_version"])
 
