@@ -34,6 +34,11 @@ DTYPES = {
     name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")
 }  # names, with or without "torch."
 _SHOWN = 5
+_WIDE = (
+    "an engine of float32 keeps a bfloat16 checkpoint's matrices at half the bytes, and float32 where others are to "
+    """come, by any backend: start it with weight_transfer_config={"backend": "gloo"}, octavo serve with """
+    """--weight-transfer-config '{"backend": "gloo"}'"""
+)
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(?:(gate|up|down)_proj|\w+)\.weight")
 
 
@@ -256,8 +261,7 @@ class Staged:
         check_finite(incoming.name, rows, tensor)
         if self._plan.kept_narrower(target.parameter) and not torch.equal(rows.to(torch.bfloat16).float(), rows):
             raise WeightUpdateError(
-                f"{incoming.name}: expected values of bfloat16, as its checkpoint has them, found others: set "
-                "weight_transfer_config for an engine that takes float32"
+                f"{incoming.name}: expected values of bfloat16, as its checkpoint has them, found others: {_WIDE}"
             )
         self.arrived[known] = None
         parts[target.start] = rows
