@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that operators compute in
+_OF_CPU = DTYPES[:2]
 
 
 def outside_autocast(function: Any) -> Any:
@@ -32,7 +35,7 @@ def first_order(function: Any) -> Any:
     torch's `once_differentiable` refuses it only where the gradient that comes in requires one itself: that of a loss
     is a constant, and the second derivative by what a forward saved would be dropped in silence.
     """
-    by_itself = outside_autocast(function)
+    by_itself, once = outside_autocast(function), cast(Any, _Once).apply
     operator = re.sub(r"(?<=.)([A-Z])", r"_\1", function.__qualname__.split(".")[-2].lstrip("_")).lower()
 
     @functools.wraps(function)
@@ -42,8 +45,8 @@ def first_order(function: Any) -> Any:
         if not torch.is_grad_enabled():  # without create_graph
             return found
         if isinstance(found, Tensor):
-            return apply(_Once, found.detach().requires_grad_(), operator)
-        return tuple(None if each is None else apply(_Once, each.detach().requires_grad_(), operator) for each in found)
+            return once(found.detach().requires_grad_(), operator)
+        return tuple(None if each is None else once(each.detach().requires_grad_(), operator) for each in found)
 
     call.operator = operator  # type: ignore[attr-defined]
     return call
@@ -59,7 +62,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        raise NotImplementedError(
+        raise RuntimeError(
             f"octavo.rl has first derivatives only: this loss holds a gradient (create_graph=True) that went through "
             f"{ctx.operator}, whose second derivative there is not; compute such a loss in plain torch"
         )
@@ -72,5 +75,16 @@ def num_processors(device: torch.device) -> int:
 
 
 def apply(function: Any, *arguments: Any) -> Any:
-    """`function.apply`, of a torch.autograd.Function."""
+    """`function.apply`, of an operator's torch.autograd.Function.
+
+    Raises ValueError where the first tensor, whose type its result has, is of a type that operators do not take.
+    """
+    rows = next(each for each in arguments if isinstance(each, Tensor))
+    check_dtype(f"octavo.rl's {function.backward.operator}", rows.dtype, rows.device)
     return function.apply(*arguments)
+
+
+def check_dtype(what: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError for a type in which the device computes nothing, so that none is read as another."""
+    if dtype not in (_OF_CPU if device.type == "cpu" else DTYPES):
+        raise ValueError(f"{what}: CPU operators take float32 and bfloat16, a GPU's float16 too, got {dtype}")
