@@ -34,9 +34,8 @@ DTYPES = {
     name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")
 }  # names, with or without "torch."
 _SHOWN = 5
-_WIDE = (
-    "an engine of float32 keeps a bfloat16 checkpoint's matrices at half the bytes, and float32 where others are to "
-    """come, by any backend: start it with weight_transfer_config={"backend": "gloo"}, octavo serve with """
+_WIDE = (  # short: an answer of a server has 300 characters
+    """start a float32 engine that takes them with weight_transfer_config={"backend": "gloo"}, octavo serve with """
     """--weight-transfer-config '{"backend": "gloo"}'"""
 )
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(?:(gate|up|down)_proj|\w+)\.weight")
