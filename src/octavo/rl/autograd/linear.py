@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.gemm import linear as linear_operator
-from octavo.rl.autograd.outside import apply, check_dtype, first_order, outside_autocast
+from octavo.rl.autograd.outside import apply, first_order, outside_autocast
 from octavo.rl.packed_weights import packed, rounded
 
 
@@ -39,8 +39,6 @@ def linear(
     for each in weights:
         if each.dim() != 2 or each.shape[1] != x.shape[-1]:
             raise ValueError(f"a weight must be [N, {x.shape[-1]}] for rows of {x.shape[-1]}, got {list(each.shape)}")
-    if out_dtype is not None:
-        check_dtype("out_dtype of octavo.rl's linear", out_dtype, x.device)
     result: Tensor = apply(_Linear, x, out_dtype or x.dtype, *weights, *biases)
     return result
 

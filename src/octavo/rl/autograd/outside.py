@@ -77,10 +77,12 @@ def num_processors(device: torch.device) -> int:
 def apply(function: Any, *arguments: Any) -> Any:
     """`function.apply`, of an operator's torch.autograd.Function.
 
-    Raises ValueError where the first tensor, whose type its result has, is of a type that operators do not take.
+    Raises ValueError where the first tensor, whose type its result has, or a type that is asked for in its place, is
+    none that operators take.
     """
     rows = next(each for each in arguments if isinstance(each, Tensor))
-    check_dtype(f"octavo.rl's {function.backward.operator}", rows.dtype, rows.device)
+    for dtype in (rows.dtype, *(each for each in arguments if isinstance(each, torch.dtype))):
+        check_dtype(f"octavo.rl's {function.backward.operator}", dtype, rows.device)
     return function.apply(*arguments)
 
 
