@@ -63,14 +63,19 @@ def test_transformers_call_gives_the_same_logits_in_any_padding(model: Any, pack
             targets = pack.next_tokens()
             found = rl.token_logprob(logits, targets.clamp(min=0)).logprobs
             assert torch.equal(found[targets >= 0], expected[targets >= 0])
-            kept = model(ids, attention_mask=mask, logits_to_keep=5).logits
-            assert torch.equal(kept, model(ids, attention_mask=mask).logits[:, -5:])
+            whole = model(ids, attention_mask=mask).logits
+            assert torch.equal(model(ids, attention_mask=mask, logits_to_keep=5).logits, whole[:, -5:])
+            places = torch.tensor([3, 1, width - 1, 3])
+            assert torch.equal(model(ids, attention_mask=mask, logits_to_keep=places).logits, whole[:, places])
 
 
 def test_a_loss_of_labels_has_gradients(model: Any) -> None:
     ids = torch.tensor([SEQUENCES[2]])
     loss = model(ids, labels=ids).loss
     loss.backward()
+    assert [
+        torch.equal(a, b) for a, b in zip(model(ids, labels=ids, return_dict=False), (loss, model(ids).logits))
+    ] == [True] * 2
     assert float(loss.detach()) > 0 and all(grad.isfinite().all() for grad in _gradients(model).values())
 
 
@@ -240,6 +245,21 @@ def test_float32_masters_are_rounded_as_the_engine_rounds_them(tmp_path: Path) -
     assert all(parameter.grad.dtype == torch.float32 for parameter in masters.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_float16_parameters_are_widened_or_rounded_as_the_engine_does(tmp_path: Path, dtype: torch.dtype) -> None:
+    """A CPU computes nothing in float16: it is refused by the setting that helps, and in the engine's words."""
+    tiny(torch.float16).save_pretrained(tmp_path)
+    with LLM(str(tmp_path), dtype=str(dtype)[6:], skip_tokenizer_init=True) as llm:
+        sequences, theirs = sampled(llm, random_ids(40, 5, vocab_size=4096))
+    pack = rl.Pack.of(sequences)
+    found = rl.logprobs(rl.convert(tiny(torch.float16), dtype=dtype), pack).logprobs
+    assert num_differing(pack.split(found), theirs) == 0
+    with pytest.raises(
+        ValueError, match=r"dtype of octavo\.rl\.convert: CPU operators take float32 and bfloat16, .*16$"
+    ):
+        rl.logprobs(rl.convert(tiny(torch.float16)), pack)
+
+
 def test_attention_mods_are_the_engines() -> None:
     mods = AttentionMods(mask_mod=lambda b, h, q, kv: (q - kv < 9) | (kv < 2), name="sinks and a window")
     with LLM(TINY, dtype="float32", attention_mods=mods) as llm:
@@ -258,8 +278,8 @@ def test_what_would_change_bits_is_refused(model: Any) -> None:
     for field in ("attention_dropout", "residual_dropout", "resid_pdrop", "some_new_dropout"):
         dropping = tiny()
         setattr(dropping.config, field, 0.1)
-        with pytest.raises(ValueError, match=rf"{field}=0\.1"):
-            rl.convert(dropping)
+        with pytest.raises(ValueError, match=rf"{field}=0\.1: .* set model\.config\.{field} = 0\.0 before"):
+            rl.convert(dropping.eval())
     with pytest.raises(ValueError, match="does not run Linear"):
         rl.convert(torch.nn.Linear(2, 2))
     adapted = tiny()
@@ -277,6 +297,8 @@ def test_what_would_change_bits_is_refused(model: Any) -> None:
         rl.convert(wrapped)
     with pytest.raises(ValueError, match="does not take use_cache"):
         model(torch.tensor([[1, 2]]), use_cache=True)
+    with pytest.raises(ValueError, match="an engine samples"):
+        model.generate(torch.tensor([[1, 2]]), max_new_tokens=2)
     with pytest.raises(ValueError, match="does not take output_hidden_states"):
         model(torch.tensor([[1, 2]]), output_hidden_states=True)
     hooked = tiny()

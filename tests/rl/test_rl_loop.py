@@ -7,6 +7,7 @@ in: the same weights in transformers' forward, the weights before the update, an
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,12 +19,14 @@ import pytest
 import torch
 
 from octavo import LLM, rl
+from octavo.rl.session import WeightUpdateError
 from rl_rig import DTYPES, TINY, flip_lowest_bit, num_differing, random_ids, sampled, tiny
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
 
 from server_rig import RunningServer
 
+PAGE = Path(__file__).resolve().parents[2] / "docs/rl.md"
 Samples = tuple[list[list[int]], list[list[float]]]
 
 
@@ -151,7 +154,7 @@ def test_RL_N6_three_updates_over_http(sampler: OverHttp, dtype: torch.dtype) ->
 
 def lines_of_the_page() -> str:
     """Its first block of Python."""
-    page = (Path(__file__).resolve().parents[2] / "docs/rl.md").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     assert page.startswith("# Your loop, exact in ten lines\n")
     return page.partition("```python\n")[2].partition("```")[0]
 
@@ -166,6 +169,31 @@ def test_RL_A7_the_lines_of_the_page_run_as_they_stand(tmp_path: Path, monkeypat
     assert torch.equal(own["ratio"], torch.ones_like(own["ratio"])) and len(own["ratio"]) > 16
     assert own["llm"].get_weight_version() == "step-2"
     own["llm"].close()
+
+
+def test_RL_A7_the_lines_in_float32_want_one_setting_which_the_refusal_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page writes it, and so does what refuses a tensor that bfloat16 does not hold; the old weights stay."""
+    shutil.copytree(TINY, tmp_path / "policy")
+    monkeypatch.chdir(tmp_path)
+    (setting,) = re.findall(
+        r"`LLM\(\"policy\", dtype=\"float32\", (weight_transfer_config=.*?})\)`", PAGE.read_text("utf-8")
+    )
+    code = lines_of_the_page().replace("range(100)", "range(2)").replace("torch.bfloat16", "torch.float32")
+    for more in ("", f", {setting}"):
+        own: dict[str, Any] = {}
+        lines = code.replace('dtype="bfloat16")', f'dtype="float32"{more})')
+        if more:
+            exec(lines, own)
+        else:
+            with pytest.raises(
+                WeightUpdateError, match=rf"^model\.embed_tokens\.weight: .* {re.escape(setting)}, octavo"
+            ):
+                exec(lines, own)
+        assert torch.equal(own["ratio"], torch.ones_like(own["ratio"]))
+        assert own["llm"].get_weight_version() == ("step-1" if more else "default")
+        own["llm"].close()
 
 
 def test_RL_A7_the_page_has_ten_lines_beside_its_imports() -> None:

@@ -155,6 +155,10 @@ def test_wrong_arguments_are_named() -> None:
         rl.Pack([4]).next_tokens()
     with pytest.raises(ValueError, match="temperature must be above 0"):
         rl.token_logprob(torch.zeros(1, 5), torch.zeros(1, dtype=torch.int64), 0.0)
+    with pytest.raises(ValueError, match=r"logits must be float32, .* got torch\.float64"):
+        rl.token_logprob(torch.zeros(1, 5, dtype=torch.float64), torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"^octavo\.rl's linear: CPU operators take float32 and bfloat16, "):
+        rl.linear(torch.zeros(1, 4), torch.zeros(2, 4), out_dtype=torch.float64)
     with pytest.raises(ValueError, match="unknown activation"):
         rl.gated(torch.zeros(1, 4), "relu")
     with pytest.raises(ValueError, match="longer than the 4 rotary positions"):

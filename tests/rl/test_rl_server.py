@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams, rl
+from octavo.rl.session import WeightUpdateError
 from rl_rig import random_ids, tiny
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
@@ -16,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
 from server_rig import RunningServer
 
 
-def test_RL_N10_assert_same_with_a_server() -> None:
+def test_RL_N10_assert_same_with_a_server(tmp_path: Path) -> None:
     """The server prints log-probabilities so that they come back in bits; one of another dtype is caught.
 
     The longest sequence fills its context, as a rollout does that ended by length.
@@ -31,6 +32,18 @@ def test_RL_N10_assert_same_with_a_server() -> None:
         with pytest.raises(ValueError, match="answered 404"):
             rl.assert_same(rl.convert(tiny()), f"{url}/nowhere")
         _check_full_prompts(server, sequences[2])
+        _check_that_wide_weights_are_refused(url, tmp_path)
+
+
+def _check_that_wide_weights_are_refused(url: str, folder: Path) -> None:
+    """By a float32 server that was not told of any: with the whole setting, whatever brings them."""
+    weights = {name: tensor * 1.001 for name, tensor in tiny(torch.float32).state_dict().items()}
+    for backend, more in (("gloo", {}), ("shm", {}), ("disk", {"folder": folder / "new"})):
+        sender = rl.Sender(url, backend, **more)
+        with pytest.raises(WeightUpdateError, match=r"\.weight: .*weight-transfer-config '{.*gloo.*}'\"") as caught:
+            sender.send(weights)
+        assert "answered 400" in str(caught.value)
+        sender.close()
 
 
 def _check_full_prompts(server: RunningServer, ids: list[int]) -> None:

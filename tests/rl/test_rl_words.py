@@ -181,6 +181,7 @@ def test_a_sender_by_files_leaves_the_bits_and_no_files(
     Sender(llm, "local").send(WeightSource(sets[1][2]), "2")
     assert answers(llm) != wanted
     monkeypatch.setattr(sender_module, "BUFFER_BYTES", 1 << 13)
+    tmp_path /= "made"
     sender, paths = Sender(llm, "disk", folder=tmp_path), []
     tell = llm.update_weights
 
@@ -203,7 +204,8 @@ def test_a_sender_by_files_leaves_the_bits_and_no_files(
     ("backend", "folder", "words"),
     [
         ("disk", None, r"^folder: backend 'disk' needs one that the engine reads under the same path$"),
-        ("disk", "/nowhere/at/all", r"^folder: '/nowhere/at/all' is no folder"),
+        ("disk", "/nowhere/at/all", r"^folder: '/nowhere/at/all' is no folder: No such file or directory$"),
+        ("disk", __file__, r"^folder: '.*' is no folder: File exists$"),
         ("shm", "/tmp", r"^folder: is for backend 'disk', and this is 'shm'$"),
         ("x", None, r"unknown backend 'x' of a sender: known are local, disk, shm, gloo, nccl, ipc"),
     ],

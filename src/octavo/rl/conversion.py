@@ -22,12 +22,12 @@ from octavo.attention.mods import AttentionMods
 from octavo.rl.autograd.linear import linear
 from octavo.rl.autograd.logprob import LogProbs, Support, head_logprob
 from octavo.rl.autograd.norm import norm
+from octavo.rl.autograd.outside import DTYPES, check_dtype
 from octavo.rl.decoder import LayerRun, why_not
 from octavo.rl.family import LAYER_FACTS, FamilyPlan, LayerPlan, Parameters, architecture_of, plan_of, rotary_table
 from octavo.rl.pack import NO_TOKEN, Pack
 
 _KEPT = "_octavo_forward"  # of a module: what its forward became
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,7 +87,7 @@ def convert(
     facts = getattr(model, "config").to_dict()  # noqa: B009, a module's attributes are tensors and modules to mypy
     _refuse(model, facts)
     first = next(model.parameters()).dtype
-    if (dtype or first) not in _DTYPES:
+    if (dtype or first) not in DTYPES:
         raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype or first}")
     plan = plan_of(facts, name, dtype or first, attention_mods, max_model_len, state_dtype)
     _refuse_ends(plan, name)
@@ -183,9 +183,10 @@ def _refuse(model: nn.Module, config: Mapping[str, Any]) -> None:
         raise ValueError("the model's forward was replaced already, by octavo.rl.convert or another library")
     for field, value in config.items():
         if field.endswith(("dropout", "pdrop")) and isinstance(value, int | float) and value > 0:
-            raise ValueError(f"config.{field}={value}: a sampler drops nothing, set it to 0")
+            hint = f"set model.config.{field} = 0.0 before octavo.rl.convert"
+            raise ValueError(f"config.{field}={value}: a sampler drops nothing, in train() as in eval(): {hint}")
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point() or parameter.dtype not in _DTYPES:
+        if not parameter.is_floating_point() or parameter.dtype not in DTYPES:
             raise ValueError(f"{name} is {parameter.dtype}: octavo.rl trains float32, bfloat16 and float16")
 
 
@@ -255,6 +256,7 @@ class _Embedding:
     def __call__(self, ids: Tensor) -> Tensor:
         weight: Tensor = self.module.weight  # type: ignore[assignment]
         dtype, scale = self.shared.activations(weight), self.shared.plan.arch.embedding_scale
+        check_dtype("dtype of octavo.rl.convert", dtype, weight.device)
         rows = torch.nn.functional.embedding(ids, weight).to(dtype)
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=dtype).item()
 
@@ -318,7 +320,8 @@ class _Model:
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
         octavo: Request | None = None,
         num_items_in_batch: Any = None,
         **others: Any,
@@ -329,15 +332,17 @@ class _Model:
             if octavo is not None:
                 return self._score(octavo, device)
             wrong = [key for key, value in others.items() if not (value is None or value is False)]
-            wrong = [key for key in wrong if key != "return_dict" or others[key] is not True]
             if wrong or input_ids is None:
                 named = ", ".join(wrong) or "a call without input_ids"
-                raise ValueError(f"a model of octavo.rl.convert does not take {named}: it gives logits and a loss")
+                why = "it gives logits and a loss, and an engine samples (octavo.LLM, octavo serve)"
+                raise ValueError(f"a model of octavo.rl.convert does not take {named}: {why}")
             loss_of = None
             if labels is not None:
                 loss_function: Callable[..., Any] = self.module.loss_function  # type: ignore[assignment]
                 loss_of = functools.partial(loss_function, labels=labels, **loss_facts)
-            return self._padded(input_ids, attention_mask, position_ids, loss_of, logits_to_keep)
+            found = self._padded(input_ids, attention_mask, position_ids, loss_of, logits_to_keep)
+            return_dict = getattr(self.module.config, "return_dict", True) if return_dict is None else return_dict
+            return found if return_dict else found.to_tuple()
 
     def _score(self, request: Request, device: torch.device) -> LogProbs:
         pack = request.pack
@@ -353,7 +358,12 @@ class _Model:
         return LogProbs(*(zeros.index_copy(0, asked, values) for values in found))
 
     def _padded(
-        self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, loss_of: Callable[..., Any] | None, keep: int
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        loss_of: Callable[..., Any] | None,
+        keep: int | Tensor,
     ) -> Any:
         known = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
         if known.shape != ids.shape:
@@ -368,12 +378,12 @@ class _Model:
         rows = known.any(1)
         pack = Pack(known.sum(1)[rows].tolist(), ids[known], device=ids.device)
         hidden = self.module.get_submodule("model")(pack)
-        wanted = torch.zeros_like(known)
-        wanted[:, -keep:] = True  # all, if keep is 0
-        logits = self.module.get_submodule("lm_head")(hidden[wanted[known]])
-        start = ids.shape[1] - keep if keep else 0
-        padded = logits.new_zeros(*ids.shape, logits.shape[1])[:, start:]
-        padded = padded.index_put(tuple((known & wanted)[:, start:].nonzero(as_tuple=True)), logits)
+        places = torch.full_like(ids, NO_TOKEN).masked_scatter_(known, torch.arange(len(hidden), device=ids.device))
+        places = places[:, keep if isinstance(keep, Tensor) else slice(-keep, None)]  # all, if keep is 0
+        wanted = places != NO_TOKEN
+        logits = self.module.get_submodule("lm_head")(hidden[places[wanted]])
+        padded = logits.new_zeros(*places.shape, logits.shape[1])
+        padded = padded.index_put(wanted.nonzero(as_tuple=True), logits)
         loss = None if loss_of is None else loss_of(logits=padded, vocab_size=logits.shape[1])
         base = next(each for each in type(self.module).__mro__ if each.__name__ == self.name)
         return sys.modules[base.__module__].CausalLMOutputWithPast(loss=loss, logits=padded)

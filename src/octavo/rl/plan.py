@@ -34,6 +34,10 @@ DTYPES = {
     name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")
 }  # names, with or without "torch."
 _SHOWN = 5
+_WIDE = (  # short: an answer of a server has 300 characters
+    """start a float32 engine that takes them with weight_transfer_config={"backend": "gloo"}, octavo serve with """
+    """--weight-transfer-config '{"backend": "gloo"}'"""
+)
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(?:(gate|up|down)_proj|\w+)\.weight")
 
 
@@ -256,8 +260,7 @@ class Staged:
         check_finite(incoming.name, rows, tensor)
         if self._plan.kept_narrower(target.parameter) and not torch.equal(rows.to(torch.bfloat16).float(), rows):
             raise WeightUpdateError(
-                f"{incoming.name}: expected values of bfloat16, as its checkpoint has them, found others: set "
-                "weight_transfer_config for an engine that takes float32"
+                f"{incoming.name}: expected values of bfloat16, as its checkpoint has them, found others: {_WIDE}"
             )
         self.arrived[known] = None
         parts[target.start] = rows

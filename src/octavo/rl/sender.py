@@ -48,9 +48,8 @@ class WeightSource:
     def __init__(self, module: nn.Module | Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
         """`dtype`: to round to before sending, half the bytes of float32; the receiver would round to the same bits.
 
-        Raises WeightUpdateError for a tensor of whole numbers that is given by its name.
-
-        A tied weight is there once. Of a DTensor the whole is sent: all of its ranks have to ask for it.
+        A tied weight is there once. Of a DTensor the whole is sent: all of its ranks have to ask for it. Raises
+        WeightUpdateError for a tensor of whole numbers that is given by its name.
         """
         self._dtype, self._taken = dtype, dict[str, torch.dtype]()
         named = module.state_dict() if isinstance(module, nn.Module) else dict(module)
@@ -137,7 +136,7 @@ class Sender:
 
         admin_key: of that server; None: OCTAVO_ADMIN_KEY, if it is set. address: of this process, as the engine
         reaches it. num_workers: of the engine. folder: of "disk", where files lie until they are read, for both ends
-        under one path. Raises WeightUpdateError.
+        under one path; made if its parent is there. Raises WeightUpdateError.
         """
         if backend not in _BACKENDS:
             raise WeightUpdateError(f"unknown backend {backend!r} of a sender: known are {', '.join(_BACKENDS)}")
@@ -304,8 +303,10 @@ def _folder_of(backend: str, folder: str | os.PathLike[str] | None) -> Path:
     if backend == "disk" and folder is None:
         raise WeightUpdateError("folder: backend 'disk' needs one that the engine reads under the same path")
     path = Path(folder or ".").absolute()
-    if not path.is_dir():
-        raise WeightUpdateError(f"folder: {str(path)[:200]!r} is no folder")
+    try:
+        path.mkdir(exist_ok=True)  # the last part alone: a path that is mistyped makes no tree
+    except OSError as error:
+        raise WeightUpdateError(f"folder: {str(path)[:200]!r} is no folder: {error.strerror}") from None
     return path
 
 

@@ -28,7 +28,7 @@ def linear(
 
     Several weights, each with its bias or None, give their results side by side. The sum is one chain in float32 with
     the bias behind it, rounded once. Weights wider than x are rounded to x's dtype first. Raises ValueError for shapes
-    that do not fit.
+    and types that do not fit.
     """
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = [bias] if bias is None or isinstance(bias, Tensor) else list(bias)

@@ -29,7 +29,8 @@ _NEG_INF = float("-inf")
 class Truncation:
     """A support that is found again from the logits, by the sampler's own cut: its sampling parameters' names.
 
-    Raises ValueError for what SamplingParams refuses.
+    The logits over the temperature are cut by min_p first, then by top_k, then by top_p of what is left. Raises
+    ValueError for what SamplingParams refuses.
     """
 
     top_k: int = 0  # 0 or -1: all
@@ -96,8 +97,10 @@ def token_logprob(logits: Tensor, ids: Tensor, temperature: float = 1.0, support
 
     `logits / temperature`, cut to the support, as the sampler's processed log-probabilities are. A token outside of the
     support has -inf, and no gradient. Entropy is that of the same distribution. Raises ValueError for a temperature
-    that is not above 0, and for ids and supports that do not fit.
+    that is not above 0, and for logits, ids and supports that do not fit.
     """
+    if logits.dtype != torch.float32:
+        raise ValueError(f"logits must be float32, as the sampler's are, got {logits.dtype}")
     check_draw(temperature, support, len(logits))
     ids = checked_ids(ids, *logits.shape)
     support = _checked_support(support, logits.shape[1], logits.device)
@@ -129,8 +132,6 @@ class _TokenLogprob(torch.autograd.Function):
     @staticmethod
     @outside_autocast
     def forward(ctx: Any, logits: Tensor, ids: Tensor, draw: _Draw) -> tuple[Tensor, Tensor]:
-        if logits.dtype != torch.float32:
-            raise ValueError(f"logits must be float32, as the sampler's are, got {logits.dtype}")
         logprobs, entropy, sums = _forward(lambda rows: logits[rows].detach().clone(), ids, draw, logits.shape[1])
         ctx.save_for_backward(logits, ids, entropy, sums)
         ctx.draw = draw

@@ -47,12 +47,12 @@ def moe(
             raise ValueError(f"octavo.rl.moe {'needs' if is_needed else 'has no use for'} {name} under {facts}")
     bias = None if correction is None else correction.detach().float()
     weights, experts = choose_experts_reference(linear(x, router, out_dtype=torch.float32), facts, bias)
-    results: Tensor = apply(_Experts, x, experts, gate_up, down, activation)
+    results: Tensor = apply(_Moe, x, experts, gate_up, down, activation)
     total = sum_by_rank(results.view(*weights.shape, -1), weights)
     return (total if shared is None else total + shared).to(x.dtype)
 
 
-class _Experts(torch.autograd.Function):
+class _Moe(torch.autograd.Function):
     @staticmethod
     @outside_autocast
     def forward(ctx: Any, x: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:

@@ -1,12 +1,20 @@
-"""What every operator's two directions have in common: they run outside of autocast, with their inputs' own types."""
+"""What every operator's two directions have in common.
+
+They run outside of autocast, with their inputs' own types; and what a backward gives has no gradient itself: who asks
+for one is refused by the operator's name.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import re
+from typing import Any, cast
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that operators compute in
+_OF_CPU = DTYPES[:2]
 
 
 def outside_autocast(function: Any) -> Any:
@@ -22,8 +30,42 @@ def outside_autocast(function: Any) -> Any:
 
 
 def first_order(function: Any) -> Any:
-    """A backward that autocast does not change, and that has no gradient itself."""
-    return once_differentiable(outside_autocast(function))
+    """A backward that autocast does not change, and whose results refuse a backward of their own.
+
+    torch's `once_differentiable` refuses it only where the gradient that comes in requires one itself: that of a loss
+    is a constant, and the second derivative by what a forward saved would be dropped in silence.
+    """
+    by_itself, once = outside_autocast(function), cast(Any, _Once).apply
+    operator = re.sub(r"(?<=.)([A-Z])", r"_\1", function.__qualname__.split(".")[-2].lstrip("_")).lower()
+
+    @functools.wraps(function)
+    def call(ctx: Any, *grads: Any) -> Any:
+        with torch.no_grad():
+            found = by_itself(ctx, *grads)
+        if not torch.is_grad_enabled():  # without create_graph
+            return found
+        if isinstance(found, Tensor):
+            return once(found.detach().requires_grad_(), operator)
+        return tuple(None if each is None else once(each.detach().requires_grad_(), operator) for each in found)
+
+    call.operator = operator  # type: ignore[attr-defined]
+    return call
+
+
+class _Once(torch.autograd.Function):
+    """A gradient as it is, of which none is taken."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, operator: str) -> Tensor:
+        ctx.operator = operator
+        return grad.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError(
+            f"octavo.rl has first derivatives only: this loss holds a gradient (create_graph=True) that went through "
+            f"{ctx.operator}, whose second derivative there is not; compute such a loss in plain torch"
+        )
 
 
 @functools.cache
@@ -33,5 +75,18 @@ def num_processors(device: torch.device) -> int:
 
 
 def apply(function: Any, *arguments: Any) -> Any:
-    """`function.apply`, of a torch.autograd.Function."""
+    """`function.apply`, of an operator's torch.autograd.Function.
+
+    Raises ValueError where the first tensor, whose type its result has, or a type that is asked for in its place, is
+    none that operators take.
+    """
+    rows = next(each for each in arguments if isinstance(each, Tensor))
+    for dtype in (rows.dtype, *(each for each in arguments if isinstance(each, torch.dtype))):
+        check_dtype(f"octavo.rl's {function.backward.operator}", dtype, rows.device)
     return function.apply(*arguments)
+
+
+def check_dtype(what: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ValueError for a type in which the device computes nothing, so that none is read as another."""
+    if dtype not in (_OF_CPU if device.type == "cpu" else DTYPES):
+        raise ValueError(f"{what}: CPU operators take float32 and bfloat16, a GPU's float16 too, got {dtype}")

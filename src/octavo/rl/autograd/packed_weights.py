@@ -29,8 +29,8 @@ _PACKED = WeakTensorKeyDictionary()  # weight -> of each of its matrices: (diges
 def packed(weight: Tensor, dtype: torch.dtype, matrix: int | None = None) -> LinearWeight:
     """The form of weight [n, k], or of `weight[matrix]` of [matrices, n, k], for rows of `dtype`.
 
-    A wider weight is rounded to bfloat16 for rows of bfloat16, as an engine of that dtype rounds it; a bfloat16 weight
-    stays so for rows of float32. Raises ValueError for float16 on a CPU.
+    A weight of another type is rounded to bfloat16 for rows of bfloat16, as an engine of that dtype rounds it; a
+    bfloat16 weight stays so for rows of float32. Raises ValueError for float16 on a CPU.
     """
     values = (weight if matrix is None else weight[matrix]).detach()
     return _kept(weight, matrix, values, dtype, lambda: pack_linear(rounded(values, dtype)))
@@ -66,8 +66,8 @@ def _kept(weight: Tensor, key: Hashable, values: Tensor, dtype: torch.dtype, pac
 
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight as an engine of `dtype` keeps it: never wider than its activations."""
-    return weight.to(dtype) if weight.element_size() > dtype.itemsize else weight
+    """A weight as an engine of `dtype` keeps it: in the type of its activations, or narrower, which widens exactly."""
+    return weight if weight.element_size() < dtype.itemsize else weight.to(dtype)
 
 
 def _digest(values: Tensor) -> bytes:

@@ -34,11 +34,11 @@ def qk_norm_rope(
     """
     if len(cos_sin) < max(pack.lengths):
         raise ValueError(f"a sequence of {max(pack.lengths)} tokens is longer than the {len(cos_sin)} rotary positions")
-    q, states = apply(_Rope, qkv, q_norm, k_norm, cos_sin, pack, spec, eps, offset)
+    q, states = apply(_QkNormRope, qkv, q_norm, k_norm, cos_sin, pack, spec, eps, offset)
     return q, states
 
 
-class _Rope(torch.autograd.Function):
+class _QkNormRope(torch.autograd.Function):
     @staticmethod
     @outside_autocast
     def forward(
