@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from octavo.checkpoint.safetensors import DTYPES, Checkpoint
-from octavo.config.shown import plain
+from octavo.config.quoted import plain
 
 # Scales of queries and of probabilities belong to kernels that compute in float8; ours do not.
 _NAME = re.compile(r"(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.(?:attn\.|[qkv]_proj\.)?(k|v|q|prob)_scale")

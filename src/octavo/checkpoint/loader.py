@@ -25,7 +25,7 @@ from octavo.checkpoint.cache_scales import give_stored_scales, scale_names
 from octavo.checkpoint.digest import unseen
 from octavo.checkpoint.safetensors import DTYPES, INTEGER_DTYPES, Checkpoint
 from octavo.config.engine_config import Resolved
-from octavo.config.shown import plain
+from octavo.config.quoted import plain
 from octavo.layers.base import Layer, WeightForm
 from octavo.models import ARCHITECTURES
 from octavo.models.base import Loadable, Model

@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from octavo.checkpoint.config_reader.fields import parse_json, read_json
-from octavo.config.shown import MAX_NAME, plain, shown
+from octavo.config.quoted import MAX_NAME, plain, quoted
 
 MAX_HEADER_BYTES = 100 << 20
 MAX_DIMENSION = 1 << 40
@@ -167,7 +167,7 @@ class Checkpoint:
 def _read_index(folder: Path) -> dict[str, str] | None:
     """Tensor name -> shard name, or None where the checkpoint has no index."""
     if "\0" in str(folder):
-        raise ValueError(f"{shown(str(folder), MAX_NAME)}: no such folder: no path has a NUL in it")
+        raise ValueError(f"{quoted(str(folder), MAX_NAME)}: no such folder: no path has a NUL in it")
     path = folder / INDEX_NAME
     if not path.exists():
         return None
@@ -194,21 +194,21 @@ def _shard_path(folder: Path, name: str) -> Path:
     """The real path of a shard: in the folder, or in the blobs of the hub cache that the folder is in."""
     if name != os.path.basename(name) or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
         raise ValueError(
-            f"{folder}: shard name not allowed: {shown(name, MAX_NAME)} (a plain *.safetensors file name is needed)"
+            f"{folder}: shard name not allowed: {quoted(name, MAX_NAME)} (a plain *.safetensors file name is needed)"
         )
     root = folder.resolve()
     try:
         path = (folder / name).resolve(strict=True)
     except FileNotFoundError:
-        raise ValueError(f"{folder}: missing shard {shown(name, MAX_NAME)}") from None
+        raise ValueError(f"{folder}: missing shard {quoted(name, MAX_NAME)}") from None
     except OSError as error:
-        raise ValueError(f"{folder}: cannot read {shown(name, MAX_NAME)}: {error.strerror}") from error
+        raise ValueError(f"{folder}: cannot read {quoted(name, MAX_NAME)}: {error.strerror}") from error
     except RuntimeError as error:
-        raise ValueError(f"{folder}: cannot read {shown(name, MAX_NAME)}: {str(error)[:300]}") from error
+        raise ValueError(f"{folder}: cannot read {quoted(name, MAX_NAME)}: {str(error)[:300]}") from error
     in_cache = root.parent.name == "snapshots" and path.parent == root.parent.parent / "blobs"
     if path.parent != root and not in_cache:
         raise ValueError(
-            f"{folder}: shard name not allowed: {shown(name, MAX_NAME)} is a link to {path}, out of the folder"
+            f"{folder}: shard name not allowed: {quoted(name, MAX_NAME)} is a link to {path}, out of the folder"
         )
     return path
 
@@ -260,14 +260,14 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"key {shown(key, MAX_NAME)} comes twice")
+            raise ValueError(f"key {quoted(key, MAX_NAME)} comes twice")
         result[key] = value
     return result
 
 
 def _tensor(name: str) -> str:
     """A tensor, as errors call it."""
-    return f"tensor {shown(name, MAX_NAME)}"
+    return f"tensor {quoted(name, MAX_NAME)}"
 
 
 def _entry(name: str, fields: object, data_start: int, path: Path, shard: int) -> Entry:
@@ -277,16 +277,18 @@ def _entry(name: str, fields: object, data_start: int, path: Path, shard: int) -
         raise ValueError(f"{where} must have dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _ITEM_SIZES:
-        raise ValueError(f"{where} has unknown dtype {shown(dtype)}")
+        raise ValueError(f"{where} has unknown dtype {quoted(dtype)}")
     fault = fault_of_shape(shape)
     if fault:
-        raise ValueError(f"{where} has shape {shown(shape)}, {fault}")
+        raise ValueError(f"{where} has shape {quoted(shape)}, {fault}")
     if not isinstance(offsets, list) or len(offsets) != 2 or any(type(n) is not int or n < 0 for n in offsets):
-        raise ValueError(f"{where} has data_offsets {shown(offsets)}, two numbers of bytes are needed")
+        raise ValueError(f"{where} has data_offsets {quoted(offsets)}, two numbers of bytes are needed")
     begin, end = offsets
     size = math.prod(shape) * _ITEM_SIZES[dtype]
     if end - begin != size:
-        raise ValueError(f"{where}: {dtype} {shown(shape, MAX_NAME)} is {shown(size)} bytes, not {shown(end - begin)}")
+        raise ValueError(
+            f"{where}: {dtype} {quoted(shape, MAX_NAME)} is {quoted(size)} bytes, not {quoted(end - begin)}"
+        )
     return Entry(shard, dtype, tuple(shape), data_start + begin, size)
 
 

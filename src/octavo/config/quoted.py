@@ -11,7 +11,7 @@ MAX_NAME = 200  # of a tensor's name or a file's
 _MAX_BITS = 4096  # of an integer that is written out: digits of a long one take quadratic time
 
 
-def shown(value: object, most: int = MAX_SHOWN) -> str:
+def quoted(value: object, most: int = MAX_SHOWN) -> str:
     """As Python writes it; of a long one its beginning and its end: a path's end says most."""
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         return f"an integer of {value.bit_length()} bits"
@@ -23,7 +23,7 @@ def shown(value: object, most: int = MAX_SHOWN) -> str:
 
 def plain(name: str, most: int = MAX_NAME) -> str:
     """A name without quotes."""
-    return shown(name, most + 2)[1:-1]
+    return quoted(name, most + 2)[1:-1]
 
 
 def _line(value: object) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from octavo.config.shown import shown
+from octavo.config.quoted import quoted
 
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -38,7 +38,7 @@ class ConfigError(ValueError):
     def __str__(self) -> str:
         """One line."""
         origin = f" (from {self.origin})" if self.origin else ""
-        return f"{self.field}={shown(self.value)}{origin}: {self.limit}; {self.change}"
+        return f"{self.field}={quoted(self.value)}{origin}: {self.limit}; {self.change}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from torch import nn
 
 from octavo.checkpoint.digest import WeightsDigest
 from octavo.checkpoint.loader import Target, build_model, weight_targets
-from octavo.config.shown import plain, shown
+from octavo.config.quoted import plain, quoted
 from octavo.layers.base import Layer
 from octavo.models.base import Model, with_numbers
 from octavo.ops.copying import copy_alone
@@ -181,11 +181,11 @@ class WeightPlan:
             if name in seen:
                 problems.append(f"{plain(name)}: comes twice")
             elif expected is None and not self.is_ignored(name):
-                problems.append(f"{plain(name)}: expected nothing, found {plain(dtype_name)} {shown(list(shape))}")
+                problems.append(f"{plain(name)}: expected nothing, found {plain(dtype_name)} {quoted(list(shape))}")
             elif dtype is None:
                 problems.append(f"{plain(name)}: expected one of {', '.join(DTYPES)}, found {plain(dtype_name)}")
             elif expected is not None and expected != tuple(shape):
-                problems.append(f"{plain(name)}: expected {list(expected)}, found {shown(list(shape))}")
+                problems.append(f"{plain(name)}: expected {list(expected)}, found {quoted(list(shape))}")
             else:
                 found.append(Incoming(name, dtype, tuple(shape)))
             seen.add(name)

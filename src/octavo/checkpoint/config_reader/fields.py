@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from octavo.config.shown import shown
+from octavo.config.quoted import quoted
 
 MAX_JSON_BYTES = 64 << 20  # of config.json, generation_config.json or a weight index
 MAX_JSON_VALUES = 8 << 20  # of one file; a tensor's entry in a header has about ten
@@ -60,7 +60,7 @@ def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None =
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            near = shown(error.object[max(error.start - 20, 0) : error.end + 20])
+            near = quoted(error.object[max(error.start - 20, 0) : error.end + 20])
             raise ValueError(f"it holds a lone surrogate, which is no text: {near}") from None
     return value
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from octavo.checkpoint.safetensors import fault_of_shape
-from octavo.config.shown import shown
+from octavo.config.quoted import quoted
 from octavo.rl.plan import Incoming
 from octavo.rl.session import BACKENDS, WeightUpdateError
 
@@ -93,7 +93,7 @@ class Transport(Protocol):
 def make_transport(backend: str, device: torch.device, options: Mapping[str, Any], check: Check = go_on) -> Transport:
     """The backend's. Raises WeightUpdateError for an unknown one."""
     if backend not in BACKENDS:
-        raise WeightUpdateError(f"unknown weight transfer backend {shown(backend)}: known are {', '.join(BACKENDS)}")
+        raise WeightUpdateError(f"unknown weight transfer backend {quoted(backend)}: known are {', '.join(BACKENDS)}")
     module = importlib.import_module(f"octavo.rl.transport.{backend}")
     transport: Transport = module.TRANSPORT(device, options)
     transport.check = check
@@ -114,7 +114,7 @@ def told(info: Mapping[str, Any], read: Read) -> list[Incoming]:
     for number, shape in enumerate(shapes):  # type: ignore[arg-type]
         if fault := fault_of_shape(shape):
             what = "update_info.shapes must hold lists of positive integers"
-            raise WeightUpdateError(f"{what}, got {shown(shape)} as number {number}: {fault}")
+            raise WeightUpdateError(f"{what}, got {quoted(shape)} as number {number}: {fault}")
     return read(names, dtype_names, shapes)  # type: ignore[arg-type]
 
 
@@ -122,7 +122,7 @@ def field(info: Mapping[str, Any], key: str, kind: type, default: Any = None, *,
     """One value of a message. Raises WeightUpdateError where it is missing or of another type. of: its place."""
     value = info.get(key, default)
     if type(value) is not kind:
-        found = "and is missing" if value is None else f"got {shown(value, 100)}"
+        found = "and is missing" if value is None else f"got {quoted(value, 100)}"
         raise WeightUpdateError(f"{of}.{key} must be {kind.__name__}, {found}")
     return value
 

@@ -11,7 +11,7 @@ import torch
 
 from octavo.checkpoint.cache_scales import scale_names
 from octavo.checkpoint.safetensors import DTYPES, Checkpoint
-from octavo.config.shown import MAX_NAME, plain, shown
+from octavo.config.quoted import MAX_NAME, plain, quoted
 from octavo.rl.plan import Incoming
 from octavo.rl.session import WeightTransferError, WeightUpdateError
 from octavo.rl.transport import Alone, Put, Read, field
@@ -46,7 +46,7 @@ class DiskTransport(Alone):
             lacking = [name for name in names if name not in checkpoint.entries]
             if lacking:
                 raise WeightUpdateError(
-                    f"{path}: holds no tensor {', '.join(shown(name, MAX_NAME) for name in lacking[:5])}"
+                    f"{path}: holds no tensor {', '.join(quoted(name, MAX_NAME) for name in lacking[:5])}"
                 )
             names.sort(key=lambda name: (checkpoint.entries[name].shard, checkpoint.entries[name].start))
             entries = [checkpoint.entries[name] for name in names]
