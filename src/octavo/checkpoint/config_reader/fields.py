@@ -18,6 +18,8 @@ from octavo.config.quoted import quoted
 
 MAX_JSON_BYTES = 64 << 20  # of config.json, generation_config.json or a weight index
 MAX_JSON_VALUES = 8 << 20  # of one file; a tensor's entry in a header has about ten
+MAX_JSON_GROUPS = 1 << 20  # lists and objects of one file; a tensor's entry has three
+_MAX_DIGITS = 40
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -50,12 +52,15 @@ def _is_sane_file(info: os.stat_result) -> bool:
 def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """The value that a file's text holds; pairs: see json.loads. Raises ValueError and RecursionError.
 
-    Values are counted before any is made: a file of empty lists would take the interpreter, and much memory, for long.
+    Values are counted before any is made: while a file of millions of lists is read, no other thread runs.
     """
-    count = sum(map(text.count, ",[{"))  # each begins a value
+    groups = text.count("[") + text.count("{")
+    count = groups + text.count(",")  # each begins a value
+    if groups > MAX_JSON_GROUPS:
+        raise ValueError(f"it holds {groups} lists and objects, the limit is {MAX_JSON_GROUPS}")
     if count > MAX_JSON_VALUES:
         raise ValueError(f"it holds {count} values, the limit is {MAX_JSON_VALUES}")
-    value = json.loads(text, object_pairs_hook=pairs)
+    value = json.loads(text, object_pairs_hook=pairs, parse_int=_integer)
     if _SURROGATE.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -63,6 +68,13 @@ def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None =
             near = quoted(error.object[max(error.start - 20, 0) : error.end + 20])
             raise ValueError(f"it holds a lone surrogate, which is no text: {near}") from None
     return value
+
+
+def _integer(text: str) -> int:
+    """Raises ValueError for a long one, whose digits take quadratic time."""
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"an integer has {len(text)} digits, the limit is {_MAX_DIGITS}")
+    return int(text)
 
 
 class Fields:
