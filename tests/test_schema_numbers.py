@@ -140,6 +140,38 @@ def test_a_constant_that_is_a_double_keeps_its_digits(value: float) -> None:
     assert not any(_allows(compiled, str(int(value) + step)) for step in (-2, -1, 1, 2))
 
 
+LONG = 4611686018427387904
+_COUNT = f"at most {2**32 - 1} is possible; lower it, or leave it out"
+_DIGITS = f"as a whole number of its last decimal place it may be at most {2**32 - 1}; use fewer digits"
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "number", "multipleOf": 1e-300}, f"multipleOf is 1e-300, {_DIGITS}"),
+        ({"type": "number", "multipleOf": 1e300}, f"multipleOf is 1e+300, {_DIGITS}"),
+        ({"type": "number", "multipleOf": 0}, "multipleOf must be greater than 0"),
+        ({"type": "string", "maxLength": LONG}, f"maxLength is {LONG}, {_COUNT}"),
+        ({"type": "array", "items": {"type": "string", "minLength": LONG}}, f"minLength is {LONG}, {_COUNT}"),
+        ({"type": "string", "maxLength": 1e30}, "maxLength must be an integer of at least 0, got 1e30"),
+        ({"type": "array", "minItems": -1}, "minItems must be an integer of at least 0, got -1"),
+        ({"type": "number", "minimum": "SECRET"}, "minimum must be a number"),
+        ({"required": [3]}, "an item of required must be a string, got 3"),
+        ({"type": "string", "minLength": 5, "maxLength": 2}, "minLength 5 is greater than maxLength 2, no text"),
+        ({"type": "number", "minimum": 1e-300}, "a bound has too many decimal places"),
+        ({"type": "SECRET"}, "type must be null, boolean, integer"),
+        ({"type": "object", "minProperties": LONG}, f"minProperties of {LONG} is not supported"),
+        ({"type": "string", "pattern": f"a{{{LONG}}}"}, f"a repetition is of more than {2**32 - 1}, use fewer"),
+    ],
+)
+def test_a_number_that_cannot_be_held_is_refused_with_its_keyword_and_a_way_out(
+    schema: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ParameterError, match=re.escape(f"cannot be used: {said}")) as caught:
+        GRAMMARS.check(StructuredOutputsParams(json=schema))
+    assert "SECRET" not in str(caught.value) and len(str(caught.value)) < 300
+
+
 def test_what_is_safe_stays_as_it_is() -> None:
     schema = {"type": "integer", "minimum": -EXACT + 1, "exclusiveMaximum": 7.5, "const": MAX_BOUND, "examples": [EDGE]}
     assert safe_numbers(schema) is schema

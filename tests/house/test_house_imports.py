@@ -96,8 +96,8 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "rl.messages": (set(), {"msgspec"}),
     "rl.moves": (set(), set()),
     # where new weights lie in a model: the loader's weight map for one that runs
-    "rl.plan": ({"rl.session", "checkpoint", "models", "layers", "ops"}, {"torch"}),
-    "rl.current_weights": ({"rl.session", "rl.plan", "checkpoint", "layers"}, {"torch"}),
+    "rl.plan": ({"words", "rl.session", "checkpoint", "models", "layers", "ops"}, {"torch"}),
+    "rl.current_weights": ({"words", "rl.session", "rl.plan", "checkpoint", "layers"}, {"torch"}),
     "rl.in_place": ({"rl.session", "rl.plan"}, {"torch"}),
     "rl.receiver": (
         {"words", "models", "rl.messages", "rl.session", "rl.plan", "rl.in_place", "rl.transport"}
@@ -108,7 +108,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     # a trainer's end: the same rules, buffers and groups, and no engine; copies that no other thread is waited for in
     # it writes the files that the other end reads
     "rl.sender": ({"rl.session", "rl.plan", "rl.transport", "ops.copying"}, {"torch", "safetensors"}),
-    "rl.transport": ({"rl.session", "rl.plan", "checkpoint", "ops.captures"}, {"torch"}),
+    "rl.transport": ({"words", "rl.session", "rl.plan", "checkpoint", "ops.captures"}, {"torch"}),
     "worker.executor": ({"words"}, {"msgspec"}),  # all that an engine's loop knows of workers, and without torch
     "worker.facts": ({"words", "cache"}, {"msgspec"}),
     "worker": (

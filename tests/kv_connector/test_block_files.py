@@ -120,6 +120,10 @@ def test_a_folder_has_one_secret_whoever_comes_first(tmp_path):
     first = folder_secret(tmp_path)
     assert folder_secret(tmp_path) == first and len(first) == 32
     assert os.stat(tmp_path / "octavo.key").st_mode & 0o077 == 0
+    with (tmp_path / "octavo.key").open("wb") as file:
+        file.truncate(1 << 40)  # a sparse file, longer than any memory
+    with pytest.raises(OSError, match=r"octavo.key in it has 1099511627776 bytes, not 32"):
+        folder_secret(tmp_path)
     (tmp_path / "octavo.key").write_bytes(b"short")
     with pytest.raises(OSError, match="5 bytes"):
         folder_secret(tmp_path)

@@ -78,4 +78,5 @@ def test_bad_scales_are_refused(
 
 def test_other_tensors_are_not_taken_for_scales() -> None:
     names = ["model.layers.0.self_attn.k_proj.weight_scale", "model.layers.x.self_attn.k_scale", "k_scale"]
+    names.append(f"model.layers.{'1' * 5000}.self_attn.k_scale")  # whose number Python does not read
     assert scale_names(names) == {}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from octavo.checkpoint.safetensors import INDEX_NAME, Checkpoint
+from octavo.checkpoint.safetensors import INDEX_NAME, MAX_DIMENSIONS, Checkpoint
 
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
@@ -61,6 +61,19 @@ def test_reads_what_safetensors_wrote(tmp_path: Path, dtype: torch.dtype) -> Non
         pytest.param({"a": {**F32, "shape": [True]}}, b"\0" * 8, None, "must be positive", id="shape of booleans"),
         pytest.param({"a": {**F32, "dtype": "Q4"}}, b"\0" * 8, None, "unknown dtype 'Q4'", id="unknown dtype"),
         pytest.param({"a": {**F32, "data_offsets": [-8, 0]}}, b"\0" * 8, None, "data_offsets", id="negative offset"),
+        pytest.param(
+            {"a": {**F32, "shape": [2] + [1] * 16}}, b"\0" * 8, None, "17 sizes: a tensor has at", id="17 sizes"
+        ),
+        pytest.param({"a": {**F32, "shape": [2**31] * 99999}}, b"\0" * 8, None, "99999 sizes: a", id="99999 sizes"),
+        pytest.param({"a" * 99999: F32}, b"\0" * 9, None, "tensors end at byte", id="long name"),
+        pytest.param({"a" * 99999: {}}, b"\0" * 8, None, "must have dtype, shape", id="long name, no fields"),
+        pytest.param({"a": {**F32, "dtype": "Q" * 99999}}, b"\0" * 8, None, "unknown dtype", id="long dtype"),
+        pytest.param({"a": {**F32, "data_offsets": [8] * 99999}}, b"\0" * 8, None, "two numbers", id="99999 offsets"),
+        pytest.param({"\udc80": F32}, b"\0" * 8, None, "holds a lone surrogate", id="surrogate in a name"),
+        pytest.param(b'{"\xed\xb2\x80": 1}', b"\0" * 8, None, "header is not valid", id="surrogate as bytes"),
+        pytest.param(b"[%s]" % (b"9" * 41), b"", None, "an integer has 41 digits, the limit is 40", id="long integer"),
+        pytest.param(b"[%s1]" % (b"1," * (8 << 20)), b"", None, "values, the limit is 8388608", id="many values"),
+        pytest.param(b"[%s1]" % (b"[]," * (1 << 20)), b"", None, "and objects, the limit is 1048576", id="many lists"),
         pytest.param({"a": {"dtype": "F32"}}, b"\0" * 8, None, "must have dtype, shape", id="fields missing"),
         pytest.param([1], b"\0" * 8, None, "not a JSON object", id="not an object"),
         pytest.param(b"{nonsense", b"\0" * 8, None, "header is not valid", id="not JSON"),
@@ -80,6 +93,32 @@ def test_bad_headers_are_refused(tmp_path: Path, header: Any, data: bytes, lengt
     found = refusal(tmp_path)
     assert message in found
     assert "model.safetensors: header" in found
+    assert len(found) < 1000 and found.isprintable()
+
+
+def test_a_shape_of_as_many_sizes_as_are_allowed_is_read(tmp_path: Path) -> None:
+    write(tmp_path / "model.safetensors", {"a": {**F32, "shape": [2] + [1] * (MAX_DIMENSIONS - 1)}})
+    checkpoint = Checkpoint(tmp_path)
+    assert len(checkpoint.entries["a"].shape) == MAX_DIMENSIONS
+    checkpoint.close()
+
+
+def test_a_stack_of_more_experts_than_there_may_be_is_left_whole(tmp_path: Path) -> None:
+    """A name for each of 2**38 would never end; a sparse file can say so in a few bytes."""
+    write(
+        tmp_path / "model.safetensors", {"m.0.all": {"dtype": "U8", "shape": [2**38, 1, 1], "data_offsets": [0, 2**38]}}
+    )
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        length = struct.unpack("<Q", file.read(8))[0]
+        file.truncate(8 + length + 2**38)
+    checkpoint = Checkpoint(tmp_path)
+    checkpoint.unstack({"m.*.all": ["m.*.*.one"]})
+    assert list(checkpoint.entries) == ["m.0.all"]
+    checkpoint.close()
+
+
+def test_a_path_with_nul_is_refused_by_name() -> None:
+    assert "'/models/a\\x00b': no such folder: no path has a NUL in it" in refusal(Path("/models/a\0b"))
 
 
 def test_only_safetensors_is_loaded(tmp_path: Path) -> None:
@@ -142,6 +181,19 @@ def test_index_and_shards_must_agree(tmp_path: Path) -> None:
 def test_bad_indexes_are_refused(tmp_path: Path, weight_map: Any) -> None:
     index(tmp_path, weight_map)
     assert "weight_map" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["tensor", "shard"])
+def test_a_lone_surrogate_in_an_index_is_refused_with_its_file(tmp_path: Path, place: str) -> None:
+    index(tmp_path, {"\ud800": "a.safetensors"} if place == "tensor" else {"a": "\ud800.safetensors"})
+    found = refusal(tmp_path)
+    assert f"{INDEX_NAME}: not valid JSON: it holds a lone surrogate" in found and "\\ud800" in found
+
+
+@pytest.mark.parametrize("name", ["x" * 99999 + ".safetensors", "x" * 99999])
+def test_an_index_is_quoted_in_part(tmp_path: Path, name: str) -> None:
+    index(tmp_path, {"a": name})
+    assert len(refusal(tmp_path)) < 1000
 
 
 def test_a_fifo_is_refused_and_does_not_block(tmp_path: Path) -> None:

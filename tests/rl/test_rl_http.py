@@ -132,6 +132,7 @@ def test_rl_w5_checksums_are_the_files_and_tell_a_changed_bit(own_server: Runnin
         ("/weight_checker", {"action": "compare"}, "baseline"),
         ("/weight_checker", {"action": "compare", "baseline": [1]}, "baseline"),
         ("/weights_checker", {"action": "reset_tensors"}, "send an update"),
+        ("/weights_checker", {"skip_tensor_list": ["x"] * 1025}, "skip_tensor_list: may hold at most 1024"),
         ("/weights_checker", {"action": "x" * 5000}, "must be checksum, snapshot or compare"),
         (
             "/collective_rpc",

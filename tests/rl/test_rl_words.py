@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,41 @@ def test_what_an_update_lacks_is_named_where_it_belongs(
     llm.start_weight_update()
     with pytest.raises(WeightUpdateError, match=f"^{re.escape(words)}$"):
         llm.update_weights({"update_info": info})
+
+
+@pytest.mark.parametrize(
+    ("names", "dtypes", "shapes", "words"),
+    [
+        (["model.norm.weight"], ["float32"], [[1] * 300_000], "number 0: 300000 sizes: a tensor has at most 16"),
+        (["model.norm.weight"], ["float32"], [[1 << 50]], "number 0: all sizes must be positive integers of at most"),
+        (["model.norm.weight"], ["float32"], [3], "got 3 as number 0: a list of sizes is needed"),
+        (["x" * 1000], ["float32"], [[1]], f"{'x' * 50}...{'x' * 50}"),
+        (["x" * 100_000], ["float32"], [[1]], "must hold text, of at most 1024 characters each"),
+        (["model.norm.weight"], ["f" * 1000], [[1]], f"found {'f' * 50}"),
+    ],
+)
+def test_a_refusal_repeats_little_of_what_was_told(
+    llm: LLM, names: list[str], dtypes: list[str], shapes: list[Any], words: str
+) -> None:
+    llm.init_weight_transfer_engine({"backend": "shm", "init_info": {}})
+    llm.start_weight_update()
+    told = {"names": names, "dtype_names": dtypes, "shapes": shapes, "shm_name": f"octavo-weights-{'0' * 32}"}
+    with pytest.raises(WeightUpdateError) as caught:
+        llm.update_weights({"update_info": told})
+    assert words in str(caught.value), str(caught.value)[:2000]
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["\ud800", "x" * 100_000, "model.layers.%s.self_attn.k_scale" % ("1" * 5000)])
+def test_a_file_with_an_odd_name_is_refused_with_its_path(llm: LLM, tmp_path: Path, name: str) -> None:
+    header = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    llm.init_weight_transfer_engine({"backend": "disk", "init_info": {}})
+    llm.start_weight_update()
+    with pytest.raises(WeightUpdateError) as caught:
+        llm.update_weights({"update_info": {"path": str(tmp_path)}})
+    said = str(caught.value)
+    assert len(said) < 1000 and (str(tmp_path) in said or "expected nothing, found float32 [1]" in said), said[:2000]
 
 
 def test_what_a_meeting_lacks_is_named_where_it_belongs(llm: LLM) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from octavo.serve.routes.tokens import sampling_of
 from server_rig import RunningServer
 
 PROMPT = [5, 6, 7]
@@ -125,3 +127,29 @@ def test_unknown_parameters_are_named(mock_server: RunningServer) -> None:
     reply = mock_server.post("/inference/v1/generate", body).json()
     assert reply["warnings"] == ["sampling_params.colour: unknown field, ignored"]
     assert json.dumps(reply["choices"][0]["token_ids"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/inference/v1/generate", {"token_ids": PROMPT}), ("/generate", {"input_ids": PROMPT})]
+)
+def test_many_unknown_parameters_hold_up_nobody(mock_server: RunningServer, path: str, body: dict[str, Any]) -> None:
+    """Each was once sought among all others."""
+    params = {f"colour{i}": 1 for i in range(400_000)}
+    assert mock_server.post(path, body | {"sampling_params": params}).status == 200
+
+
+def test_a_parameter_is_not_compared_with_the_others() -> None:
+    num_compared = 0
+
+    class Name(str):
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return str.__eq__(self, other)
+
+    warnings = list[str]()
+    config: Any = SimpleNamespace(config=SimpleNamespace(strict=False))
+    assert sampling_of(config, {Name(f"colour{i}"): 1 for i in range(1000)} | {"seed": 3}, warnings) == {"seed": 3}
+    assert warnings == ["sampling_params.colour0: unknown field, ignored"] and num_compared < 10_000

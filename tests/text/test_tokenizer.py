@@ -83,6 +83,7 @@ def _cut(path):
         ("tokenizer_config.json", lambda path: path.write_text("[1]"), "object"),
         ("tokenizer_config.json", lambda path: path.write_text("{"), "not JSON"),
         ("tokenizer_config.json", lambda path: path.write_text("[" * 100_000), "not JSON"),
+        ("tokenizer_config.json", lambda path: path.write_text("1" * 5000), "not JSON"),
         ("chat_template.jinja", lambda path: path.write_bytes(b"\xff"), "not UTF-8"),
     ],
 )

@@ -7,6 +7,7 @@ layer has both scales or none; for latent attention, whose cache has no V, the s
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 
@@ -14,9 +15,10 @@ import torch
 from torch import nn
 
 from octavo.checkpoint.safetensors import DTYPES, Checkpoint
+from octavo.config.quoted import plain
 
 # Scales of queries and of probabilities belong to kernels that compute in float8; ours do not.
-_NAME = re.compile(r"(?:.*\.)?layers\.(\d+)\.self_attn\.(?:attn\.|[qkv]_proj\.)?(k|v|q|prob)_scale")
+_NAME = re.compile(r"(?:.*\.)?layers\.([0-9]{1,6})\.self_attn\.(?:attn\.|[qkv]_proj\.)?(k|v|q|prob)_scale")
 
 
 def scale_names(names: Iterable[str]) -> dict[str, tuple[int, str]]:
@@ -57,11 +59,13 @@ _OTHER = {"k": "v", "v": "k"}
 def _read(checkpoint: Checkpoint, name: str, num_kv_heads: int) -> torch.Tensor:
     entry = checkpoint.entries[name]
     if entry.dtype not in DTYPES:
-        raise ValueError(f"{name}: expected one of {', '.join(DTYPES)}, found {entry.dtype}")
+        raise ValueError(f"{plain(name)}: expected one of {', '.join(DTYPES)}, found {entry.dtype}")
+    if math.prod(entry.shape) not in (1, num_kv_heads):
+        raise ValueError(
+            f"{plain(name)}: expected one scale or one for each of {num_kv_heads} KV heads, found {entry.shape}"
+        )
     scale = torch.empty(entry.shape)
-    if scale.numel() not in (1, num_kv_heads):
-        raise ValueError(f"{name}: expected one scale or one for each of {num_kv_heads} KV heads, found {entry.shape}")
     checkpoint.read(name, scale)
     if not bool((scale.isfinite() & (scale > 0)).all()):
-        raise ValueError(f"{name}: scales are positive numbers, found {scale.flatten().tolist()}")
+        raise ValueError(f"{plain(name)}: scales are positive numbers, found {scale.flatten().tolist()}")
     return scale.flatten().expand(num_kv_heads).contiguous()

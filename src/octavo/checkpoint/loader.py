@@ -25,6 +25,7 @@ from octavo.checkpoint.cache_scales import give_stored_scales, scale_names
 from octavo.checkpoint.digest import unseen
 from octavo.checkpoint.safetensors import DTYPES, INTEGER_DTYPES, Checkpoint
 from octavo.config.engine_config import Resolved
+from octavo.config.quoted import plain
 from octavo.layers.base import Layer, WeightForm
 from octavo.models import ARCHITECTURES
 from octavo.models.base import Loadable, Model
@@ -294,7 +295,7 @@ def _check_fit(checkpoint: Checkpoint, targets: dict[str, Target], ignored: Sequ
             and name not in scales
             and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
         ):
-            problems.append(f"{name}: expected nothing, found {entry.dtype} {list(entry.shape)}")
+            problems.append(f"{plain(name)}: expected nothing, found {entry.dtype} {list(entry.shape)}")
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"{folder}: weights do not fit config.json: {'; '.join(problems[:5])}{more}")

@@ -8,7 +8,6 @@ file, of the size that its shape and dtype say.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -20,10 +19,13 @@ from typing import Any
 import msgspec
 import torch
 
-from octavo.checkpoint.config_reader.fields import read_json
+from octavo.checkpoint.config_reader.fields import parse_json, read_json
+from octavo.config.quoted import MAX_NAME, plain, quoted
 
 MAX_HEADER_BYTES = 100 << 20
 MAX_DIMENSION = 1 << 40
+MAX_DIMENSIONS = 16  # sizes of a shape: a product of more is slow, and holds the interpreter meanwhile
+_MAX_EXPERTS = 1 << 16  # of a tensor that holds a layer's experts
 INDEX_NAME = "model.safetensors.index.json"
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -68,11 +70,11 @@ class Checkpoint:
                 for name, entry in _read_header(self._files[shard], self._stats[shard].st_size, path, shard).items():
                     if name in self.entries:
                         other = self._paths[self.entries[name].shard].name
-                        raise ValueError(f"{folder}: tensor {name!r} is in two shards: {other} and {names[shard]}")
+                        raise ValueError(f"{folder}: {_tensor(name)} is in two shards: {other} and {names[shard]}")
                     self.entries[name] = entry
             for name, shard_name in (index or {}).items():
                 if name not in self.entries or names[self.entries[name].shard] != shard_name:
-                    raise ValueError(f"{folder / INDEX_NAME}: tensor {name!r} is not in {shard_name}")
+                    raise ValueError(f"{folder / INDEX_NAME}: {_tensor(name)} is not in {plain(shard_name)}")
         except ValueError:
             self.close()
             raise
@@ -89,7 +91,7 @@ class Checkpoint:
             prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
             known = prefixes.get(prefix, "") + name[len(prefix) :]
             if known in entries:
-                raise ValueError(f"{self._paths[entry.shard]}: tensor {known!r} is there under two names")
+                raise ValueError(f"{self._paths[entry.shard]}: {_tensor(known)} is there under two names")
             entries[known] = entry
         self.entries = entries
 
@@ -103,7 +105,7 @@ class Checkpoint:
         for name, entry in self.entries.items():
             found = ((pattern.fullmatch(name), own) for pattern, own in patterns.items())
             match, own = next(((match, own) for match, own in found if match), (None, ()))
-            if match is None or len(entry.shape) != 3 or entry.shape[1] % len(own):
+            if match is None or len(entry.shape) != 3 or entry.shape[0] > _MAX_EXPERTS or entry.shape[1] % len(own):
                 entries[name] = entry
                 continue
             count, shape = entry.shape[0], (entry.shape[1] // len(own), entry.shape[2])
@@ -112,7 +114,7 @@ class Checkpoint:
                 layer, rest = match[1], own[index % len(own)]
                 piece = rest.replace("*", layer, 1).replace("*", str(index // len(own)), 1)
                 if piece in self.entries or piece in entries:
-                    raise ValueError(f"{self._paths[entry.shard]}: tensor {piece!r} is there under two names")
+                    raise ValueError(f"{self._paths[entry.shard]}: {_tensor(piece)} is there under two names")
                 entries[piece] = msgspec.structs.replace(
                     entry, shape=shape, start=entry.start + index * size, size=size
                 )
@@ -164,6 +166,8 @@ class Checkpoint:
 
 def _read_index(folder: Path) -> dict[str, str] | None:
     """Tensor name -> shard name, or None where the checkpoint has no index."""
+    if "\0" in str(folder):
+        raise ValueError(f"{quoted(str(folder), MAX_NAME)}: no such folder: no path has a NUL in it")
     path = folder / INDEX_NAME
     if not path.exists():
         return None
@@ -189,17 +193,23 @@ def _find_shards(folder: Path) -> list[str]:
 def _shard_path(folder: Path, name: str) -> Path:
     """The real path of a shard: in the folder, or in the blobs of the hub cache that the folder is in."""
     if name != os.path.basename(name) or "\\" in name or "\0" in name or not name.endswith(".safetensors"):
-        raise ValueError(f"{folder}: shard name not allowed: {name!r} (a plain *.safetensors file name is needed)")
+        raise ValueError(
+            f"{folder}: shard name not allowed: {quoted(name, MAX_NAME)} (a plain *.safetensors file name is needed)"
+        )
     root = folder.resolve()
     try:
         path = (folder / name).resolve(strict=True)
     except FileNotFoundError:
-        raise ValueError(f"{folder}: missing shard {name!r}") from None
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"{folder / name}: cannot read: {error}") from error
+        raise ValueError(f"{folder}: missing shard {quoted(name, MAX_NAME)}") from None
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot read {quoted(name, MAX_NAME)}: {error.strerror}") from error
+    except RuntimeError as error:
+        raise ValueError(f"{folder}: cannot read {quoted(name, MAX_NAME)}: {str(error)[:300]}") from error
     in_cache = root.parent.name == "snapshots" and path.parent == root.parent.parent / "blobs"
     if path.parent != root and not in_cache:
-        raise ValueError(f"{folder}: shard name not allowed: {name!r} is a link to {path}, out of the folder")
+        raise ValueError(
+            f"{folder}: shard name not allowed: {quoted(name, MAX_NAME)} is a link to {path}, out of the folder"
+        )
     return path
 
 
@@ -224,9 +234,9 @@ def _read_header(file: int, file_size: int, path: Path, shard: int) -> dict[str,
             f"{MAX_HEADER_BYTES}"
         )
     try:
-        header = json.loads(os.pread(file, length, 8), object_pairs_hook=_unique)
+        header = parse_json(os.pread(file, length, 8).decode(), _unique)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: header is not valid: {str(error)[:200]}") from error
+        raise ValueError(f"{path}: header is not valid: {str(error)[:300]}") from error
     if not isinstance(header, dict):
         raise ValueError(f"{path}: header is not a JSON object")
     entries = {}
@@ -238,7 +248,7 @@ def _read_header(file: int, file_size: int, path: Path, shard: int) -> dict[str,
     for name, entry in entries.items():
         if entry.start != end:
             what = "overlaps the one before it" if entry.start < end else "leaves a gap before it"
-            raise ValueError(f"{path}: header: tensor {name!r} {what}")
+            raise ValueError(f"{path}: header: {_tensor(name)} {what}")
         end += entry.size
     if end != file_size:
         raise ValueError(f"{path}: header: tensors end at byte {end}, the file has {file_size} bytes")
@@ -250,24 +260,44 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in pairs:
         if key in result:
-            raise ValueError(f"key {key!r} comes twice")
+            raise ValueError(f"key {quoted(key, MAX_NAME)} comes twice")
         result[key] = value
     return result
 
 
+def _tensor(name: str) -> str:
+    """A tensor, as errors call it."""
+    return f"tensor {quoted(name, MAX_NAME)}"
+
+
 def _entry(name: str, fields: object, data_start: int, path: Path, shard: int) -> Entry:
     """One tensor's header entry, checked."""
+    where = f"{path}: header: {_tensor(name)}"
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{path}: header: tensor {name!r} must have dtype, shape and data_offsets")
+        raise ValueError(f"{where} must have dtype, shape and data_offsets")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _ITEM_SIZES:
-        raise ValueError(f"{path}: header: tensor {name!r} has unknown dtype {str(dtype)[:50]!r}")
-    if not isinstance(shape, list) or any(type(n) is not int or not 1 <= n <= MAX_DIMENSION for n in shape):
-        raise ValueError(f"{path}: header: tensor {name!r} has shape {str(shape)[:100]}, all sizes must be positive")
+        raise ValueError(f"{where} has unknown dtype {quoted(dtype)}")
+    fault = fault_of_shape(shape)
+    if fault:
+        raise ValueError(f"{where} has shape {quoted(shape)}, {fault}")
     if not isinstance(offsets, list) or len(offsets) != 2 or any(type(n) is not int or n < 0 for n in offsets):
-        raise ValueError(f"{path}: header: tensor {name!r} has data_offsets {str(offsets)[:100]}")
+        raise ValueError(f"{where} has data_offsets {quoted(offsets)}, two numbers of bytes are needed")
     begin, end = offsets
     size = math.prod(shape) * _ITEM_SIZES[dtype]
     if end - begin != size:
-        raise ValueError(f"{path}: header: tensor {name!r}: {dtype} {shape} is {size} bytes, not {end - begin}")
+        raise ValueError(
+            f"{where}: {dtype} {quoted(shape, MAX_NAME)} is {quoted(size)} bytes, not {quoted(end - begin)}"
+        )
     return Entry(shard, dtype, tuple(shape), data_start + begin, size)
+
+
+def fault_of_shape(shape: object) -> str:
+    """What is wrong with a shape that came from outside; empty: nothing, and its product is quickly made."""
+    if not isinstance(shape, list | tuple):
+        return "a list of sizes is needed"
+    if len(shape) > MAX_DIMENSIONS:
+        return f"{len(shape)} sizes: a tensor has at most {MAX_DIMENSIONS}"
+    if any(type(n) is not int or not 1 <= n <= MAX_DIMENSION for n in shape):
+        return f"all sizes must be positive integers of at most {MAX_DIMENSION}"
+    return ""

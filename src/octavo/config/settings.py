@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from octavo.config.quoted import quoted
+
 _DECIMAL = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _BYTES = {unit: factor for letter, factor in _BINARY.items() for unit in (letter, letter.lower(), f"{letter}iB")}
 _MAX_YAML_BYTES = 1 << 20
 _T = TypeVar("_T")
-_MAX_SHOWN = 60  # characters of a wrong value that an error repeats
 
 
 class ConfigError(ValueError):
@@ -36,11 +37,8 @@ class ConfigError(ValueError):
 
     def __str__(self) -> str:
         """One line."""
-        shown = " ".join(repr(self.value).split())
-        if len(shown) > _MAX_SHOWN:
-            shown = f"{shown[: _MAX_SHOWN // 2]}...{shown[-_MAX_SHOWN // 2 :]}"  # a path's end says most
         origin = f" (from {self.origin})" if self.origin else ""
-        return f"{self.field}={shown}{origin}: {self.limit}; {self.change}"
+        return f"{self.field}={quoted(self.value)}{origin}: {self.limit}; {self.change}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from octavo.config.quoted import quoted
 from octavo.request.sampling_params import ParameterError
 from octavo.sched.pause import LOST, MODES, TAGS, PauseOrder, ResetOrder, SleepOrder, Standing, WakeOrder
 
@@ -78,9 +79,9 @@ def check_tags(tags: Sequence[str] | None) -> list[str] | None:
         raise ParameterError("tags", f"must be {SOME_TAGS}, got {_short(tags)}", "invalid_type")
     for tag in named:
         if tag not in TAGS:
-            raise ParameterError("tags", f"unknown tag {tag[:32]!r}: known are {', '.join(TAGS)}", "invalid_value")
+            raise ParameterError("tags", f"unknown tag {quoted(tag, 64)}: known are {', '.join(TAGS)}", "invalid_value")
     return named or None
 
 
 def _short(value: object) -> str:
-    return repr(value)[:64]
+    return quoted(value, 64)

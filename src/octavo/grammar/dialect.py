@@ -109,7 +109,8 @@ def _ways(together: list[Mapping[str, Any]], least: int) -> list[dict[str, Any]]
     # what is listed comes once, and so does the first other key; the library wants no choice among many
     if least <= len(needed) + 1 and (is_closed or not others):
         return []
-    sets = itertools.combinations(others, least - len(needed)) if least > len(needed) else iter([()])
+    more = max(least - len(needed), 0)
+    sets = itertools.combinations(others, more) if more <= len(others) else iter(())  # which would make room for `more`
     found = [{"required": list(names)} for names in itertools.islice(sets, MAX_REQUIRED_SETS + 1)]
     if found and len(found) <= MAX_REQUIRED_SETS:
         return found

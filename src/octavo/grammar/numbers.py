@@ -13,14 +13,17 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
+from octavo.config.quoted import quoted
 from octavo.request.validation import ParameterError
 
 MAX_EXACT = 2**53  # up to here every integer is a double
+MAX_COUNT = 2**32 - 1  # of characters, and of a multiple's digits
 MAX_BOUND = 2**63 - 1024  # the largest double that is an int64
 MAX_MULTIPLE = 100_000  # the library makes a state for each remainder: half a second at this size
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _DATA = ("const", "enum", "default", "examples")
 _EMBEDDED = "%json"
+_HELD = ("multipleOf", "minLength", "maxLength")
 
 
 def safe_numbers(schema: dict[str, Any], field: str = "structured_outputs.json") -> dict[str, Any]:
@@ -51,6 +54,34 @@ def safe_grammar(text: str, field: str = "structured_outputs.grammar") -> str:
         parts += [text[at:start], text[start:end] if safe is schema else json.dumps(safe)]
         at = end
     return "".join([*parts, text[at:]])
+
+
+def beyond_library(schema: Any) -> str:
+    """Of a schema that the library refused: the first number in it that the library cannot hold; empty: none.
+
+    It names the keyword, the value and what would do.
+    """
+    parts: list[Any] = [schema]
+    while parts:
+        node = parts.pop()
+        parts += node if isinstance(node, list) else node.values() if isinstance(node, Mapping) else ()
+        for key in _HELD if isinstance(node, Mapping) else ():
+            value = node.get(key)
+            if type(value) not in (int, float) or not 0 <= value < math.inf:
+                continue
+            if key != "multipleOf" and type(value) is int and value > MAX_COUNT:
+                return f"{key} is {quoted(value)}, at most {MAX_COUNT} is possible; lower it, or leave it out"
+            if key == "multipleOf" and _in_decimals(float(value)) > MAX_COUNT:
+                limit = f"as a whole number of its last decimal place it may be at most {MAX_COUNT}"
+                return f"multipleOf is {quoted(value)}, {limit}; use fewer digits or decimal places"
+    return ""
+
+
+def _in_decimals(value: float) -> float:
+    """A number times the power of ten that makes it whole, as the library makes it, in doubles."""
+    while not value.is_integer():
+        value *= 10.0
+    return value
 
 
 class _Numbers:

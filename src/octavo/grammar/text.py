@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
+from octavo.config.quoted import plain
 from octavo.grammar.dialect import check_regex, distinct_keys
 from octavo.grammar.json_schema import rewrite
-from octavo.grammar.numbers import safe_grammar, safe_numbers
+from octavo.grammar.numbers import MAX_COUNT, beyond_library, safe_grammar, safe_numbers
 from octavo.request.outputs import TOO_COMPLEX
 from octavo.request.structured_outputs import MAX_TEXT_BYTES, StructuredOutputsParams
 from octavo.request.validation import ParameterError
@@ -33,8 +34,23 @@ MET_A_LIMIT = re.compile(r"too (large|big|many|complex|deep)|limit|fuel|exceed|r
 _SAID_BETTER = {
     "Pointer": "a $ref leads nowhere",
     "Anchor": "a $ref leads nowhere",
+    "Invalid type": "type must be null, boolean, integer, number, string, array or object, or a list of these",
+    "invalid multiple of": "multipleOf must be greater than 0",
+    "exceed the maximum number of nested parentheses/brackets": "a bound has too many decimal places, or a pattern too"
+    " many brackets; use fewer",
     "oneOf constraints are not supported. Enable": "oneOf is not supported unless its schemas surely exclude each other"
     " (required constants do); use anyOf",
+}
+_BEYOND = {"decimal literal invalid": f"a repetition is of more than {MAX_COUNT}, use fewer"}
+_EXPECTED = re.compile(r"Expected ([\w ]{1,24}) for '([\w$]{1,24})'( item)?, got (.*)", re.DOTALL)
+_ORDER = re.compile(r"Unsatisfiable schema: (\w+) \(([-+.\de]+)\) is greater than (\w+) \(([-+.\de]+)\)")
+_NUMBER = re.compile(r"-?[0-9][-+.0-9eE]*|true|false|null")
+_KINDS = {
+    "positive integer": "an integer of at least 0",
+    "f64": "a number",
+    "string": "a string",
+    "array": "a list",
+    "object": "an object",
 }
 _UNSUPPORTED = re.compile(r"unimplemented|not supported|unknown format|look-around|backreference", re.IGNORECASE)
 
@@ -120,6 +136,7 @@ def refusal(structured: StructuredOutputsParams, text: str) -> ParameterError:
     line = named[1] if named else text.strip().partition("\n")[0]
     place = _PLACE.match(line)
     what = line[place.end() :] if place else line
+    what = _of_numbers(structured, what)
     if not what.startswith("Unimplemented keys"):  # those are the JSON schema's own names
         # what follows a colon, a quote or a bracket may be the user's
         what = re.split(r": |[\"'(\[]", what)[0].strip()
@@ -127,6 +144,21 @@ def refusal(structured: StructuredOutputsParams, text: str) -> ParameterError:
     where = f" (line {place[1]}, column {place[2]})" if place else ""
     reason = f": {what[:160]}{where}" if what else where
     return ParameterError(name_of(structured), f"cannot be used{reason}", code)
+
+
+def _of_numbers(structured: StructuredOutputsParams, what: str) -> str:
+    """The library's words of a keyword's value as ours, if they are of one: keywords and numbers alone are repeated."""
+    expected, order = _EXPECTED.match(what), _ORDER.fullmatch(what)
+    if expected:
+        kind = _KINDS.get(expected[1], expected[1])
+        got = f", got {plain(expected[4], 40)}" if _NUMBER.fullmatch(expected[4]) else ""
+        return f"{'an item of ' * bool(expected[3])}{expected[2]} must be {kind}{got}"
+    if order:
+        return f"{order[1]} {order[2]} is greater than {order[3]} {order[4]}, no text satisfies both"
+    if what in _BEYOND or what.startswith("Value for 'multipleOf' has too many digits"):
+        schema = json.loads(structured.json) if isinstance(structured.json, str) else None
+        return beyond_library(schema) or _BEYOND.get(what, "multipleOf has too many digits, use fewer")
+    return what
 
 
 def no_text(structured: StructuredOutputsParams) -> ParameterError:

@@ -184,9 +184,11 @@ def folder_secret(folder: Path) -> bytes:
         write_secret(folder, secrets.token_bytes(_SECRET_BYTES))
     if not path.is_file():
         raise OSError(0, f"{_SECRET_FILE} in it is no file")
-    found = path.read_bytes()
-    if len(found) != _SECRET_BYTES:
-        raise OSError(0, f"{_SECRET_FILE} in it has {len(found)} bytes, not {_SECRET_BYTES}")
+    with path.open("rb") as file:  # whoever shares the folder may have put anything there: its size comes first
+        size = os.fstat(file.fileno()).st_size
+        found = file.read(_SECRET_BYTES)
+    if size != _SECRET_BYTES or len(found) != _SECRET_BYTES:
+        raise OSError(0, f"{_SECRET_FILE} in it has {size} bytes, not {_SECRET_BYTES}: take that file away")
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ MAX_EXTRA_BYTES = 65_536  # of all that is no list of numbers
 _MAX_FLOAT = 3.4e38
 _RANGES = {"int": (-INT32_MAX - 1, INT32_MAX), "float": (-_MAX_FLOAT, _MAX_FLOAT)}
 _DTYPES: dict[str, Any] = {"int": np.int64, "float": np.float64}
+MAX_LOOKED_UP = 256  # names of which one like it is sought, which takes its time
 _NEAR = 0.75  # of difflib: a letter or two
 
 
@@ -183,7 +185,7 @@ def check_fields(specs: Sequence[FieldSpec], extra_args: Mapping[str, Any] | Non
             raise ParameterError(f"extra_args.{spec.name}", limit, "too_many_items")
         spec.read(extra_args)
     missing = [name for name in names if name not in extra_args]
-    for name in extra_args:
+    for name in itertools.islice(extra_args, MAX_LOOKED_UP):
         near = [] if name in names else difflib.get_close_matches(str(name)[:64], missing, n=1, cutoff=_NEAR)
         if near:
             raise ParameterError(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from octavo.checkpoint.loader import Target
+from octavo.config.quoted import MAX_NAME, quoted
 from octavo.layers.base import Layer
 from octavo.rl.plan import WeightPlan
 from octavo.rl.session import WeightUpdateError
@@ -68,7 +69,7 @@ class CurrentWeights:
         """The first rows of a checkpoint's tensor. Raises WeightUpdateError for a name that there is not."""
         known = self._plan.known(name)
         if known is None:
-            raise WeightUpdateError(f"name: the model has no weight {name[:200]!r}")
+            raise WeightUpdateError(f"name: the model has no weight {quoted(name, MAX_NAME)}")
         target = self._plan.targets[known]
         value = self._declared(target.parameter)
         if value is None:

@@ -23,6 +23,7 @@ from torch import nn
 
 from octavo.checkpoint.digest import WeightsDigest
 from octavo.checkpoint.loader import Target, build_model, weight_targets
+from octavo.config.quoted import plain, quoted
 from octavo.layers.base import Layer
 from octavo.models.base import Model, with_numbers
 from octavo.ops.copying import copy_alone
@@ -182,13 +183,13 @@ class WeightPlan:
             dtype = DTYPES.get(dtype_name)
             expected = self.expected(name)
             if name in seen:
-                problems.append(f"{name}: comes twice")
+                problems.append(f"{plain(name)}: comes twice")
             elif expected is None and not self.is_ignored(name):
-                problems.append(f"{name}: expected nothing, found {dtype_name} {list(shape)}")
+                problems.append(f"{plain(name)}: expected nothing, found {plain(dtype_name)} {quoted(list(shape))}")
             elif dtype is None:
-                problems.append(f"{name}: expected one of {', '.join(DTYPES)}, found {dtype_name}")
+                problems.append(f"{plain(name)}: expected one of {', '.join(DTYPES)}, found {plain(dtype_name)}")
             elif expected is not None and expected != tuple(shape):
-                problems.append(f"{name}: expected {list(expected)}, found {list(shape)}")
+                problems.append(f"{plain(name)}: expected {list(expected)}, found {quoted(list(shape))}")
             else:
                 found.append(Incoming(name, dtype, tuple(shape)))
             seen.add(name)

@@ -1,8 +1,8 @@
 """The errors of the server: one envelope, a closed list of codes, texts that repeat nothing a client sent.
 
 Owns ApiError, its JSON form (OpenAI's), and the mapping from the errors of other layers. Knows no route. Invariant:
-every reply that is no success has this form; a message has at most 300 characters; what was not foreseen is
-"internal error" and the request's id, its details are in the log only.
+every reply that is no success has this form; a message has at most 300 characters, a field's name 200; what was not
+foreseen is "internal error" and the request's id, its details are in the log only.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 from octavo.request.sampling_params import ParameterError
 
 MAX_MESSAGE_CHARS = 300
+MAX_PARAM_CHARS = 200
 Headers = Sequence[tuple[bytes, bytes]]
 
 
@@ -48,7 +49,8 @@ class ApiError(Exception):
     ) -> None:
         """`close`: the connection ends with the reply."""
         super().__init__(message)
-        self.status, self.code, self.param, self.close = status, code, param, close
+        self.status, self.code, self.close = status, code, close
+        self.param = param and param[:MAX_PARAM_CHARS]
         self.message = message[:MAX_MESSAGE_CHARS]
         self.headers = list(headers)
 

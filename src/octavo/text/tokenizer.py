@@ -361,9 +361,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     """A companion file's object; a missing file is an empty one."""
     if not path.exists():
         return {}
+    text = _read(path, MAX_CONFIG_BYTES)
     try:
-        tree = json.loads(_read(path, MAX_CONFIG_BYTES))
-    except (json.JSONDecodeError, RecursionError) as error:
+        tree = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: must hold an object")

@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from octavo.config.quoted import quoted
+
 MAX_JSON_BYTES = 64 << 20  # of config.json, generation_config.json or a weight index
+MAX_JSON_VALUES = 8 << 20  # of one file; a tensor's entry in a header has about ten
+MAX_JSON_GROUPS = 1 << 20  # lists and objects of one file; a tensor's entry has three
+_MAX_DIGITS = 40
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -30,9 +37,9 @@ def read_json(path: Path) -> dict[str, Any]:
     if text is None:
         raise ValueError(f"{path}: a regular file of at most {MAX_JSON_BYTES} bytes is needed")
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON: {str(error)[:200]}") from error
+        raise ValueError(f"{path}: not valid JSON: {str(error)[:300]}") from error
     if isinstance(value, dict):
         return value
     raise ValueError(f"{path}: not a JSON object")
@@ -40,6 +47,34 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _is_sane_file(info: os.stat_result) -> bool:
     return stat.S_ISREG(info.st_mode) and info.st_size <= MAX_JSON_BYTES
+
+
+def parse_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """The value that a file's text holds; pairs: see json.loads. Raises ValueError and RecursionError.
+
+    Values are counted before any is made: while a file of millions of lists is read, no other thread runs.
+    """
+    groups = text.count("[") + text.count("{")
+    count = groups + text.count(",")  # each begins a value
+    if groups > MAX_JSON_GROUPS:
+        raise ValueError(f"it holds {groups} lists and objects, the limit is {MAX_JSON_GROUPS}")
+    if count > MAX_JSON_VALUES:
+        raise ValueError(f"it holds {count} values, the limit is {MAX_JSON_VALUES}")
+    value = json.loads(text, object_pairs_hook=pairs, parse_int=_integer)
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            near = quoted(error.object[max(error.start - 20, 0) : error.end + 20])
+            raise ValueError(f"it holds a lone surrogate, which is no text: {near}") from None
+    return value
+
+
+def _integer(text: str) -> int:
+    """Raises ValueError for a long one, whose digits take quadratic time."""
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"an integer has {len(text)} digits, the limit is {_MAX_DIGITS}")
+    return int(text)
 
 
 class Fields:

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from octavo.checkpoint.safetensors import fault_of_shape
+from octavo.config.quoted import quoted
 from octavo.rl.plan import Incoming
 from octavo.rl.session import BACKENDS, WeightUpdateError
 
@@ -20,6 +22,7 @@ BUFFER_BYTES = 1 << 28
 UNTOLD_BYTES = 1 << 30  # of the buffers of a sender that does not say: vLLM's, whose trainers count so
 TIMEOUT = 60.0  # seconds, and one more for each GB
 _BYTES_PER_SECOND = 1e9
+_MAX_NAME = 1024  # characters of a tensor's name
 
 Read = Callable[[Sequence[str], Sequence[str], Sequence[Sequence[int]]], list[Incoming]]
 Put = Callable[[Incoming, torch.Tensor], None]
@@ -90,7 +93,7 @@ class Transport(Protocol):
 def make_transport(backend: str, device: torch.device, options: Mapping[str, Any], check: Check = go_on) -> Transport:
     """The backend's. Raises WeightUpdateError for an unknown one."""
     if backend not in BACKENDS:
-        raise WeightUpdateError(f"unknown weight transfer backend {backend!r}: known are {', '.join(BACKENDS)}")
+        raise WeightUpdateError(f"unknown weight transfer backend {quoted(backend)}: known are {', '.join(BACKENDS)}")
     module = importlib.import_module(f"octavo.rl.transport.{backend}")
     transport: Transport = module.TRANSPORT(device, options)
     transport.check = check
@@ -104,10 +107,14 @@ def told(info: Mapping[str, Any], read: Read) -> list[Incoming]:
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise WeightUpdateError(f"update_info.{key} must be a list, got {type(value).__name__}")
     names, dtype_names, shapes = lists
-    if not all(isinstance(name, str) for name in [*names, *dtype_names]):  # type: ignore[misc]
-        raise WeightUpdateError("update_info.names and dtype_names must hold text")
-    if not all(isinstance(shape, Sequence) and all(type(n) is int and n > 0 for n in shape) for shape in shapes):  # type: ignore[union-attr]
-        raise WeightUpdateError("update_info.shapes must hold lists of positive integers")
+    if not all(isinstance(name, str) and len(name) <= _MAX_NAME for name in [*names, *dtype_names]):  # type: ignore[misc]
+        raise WeightUpdateError(
+            f"update_info.names and dtype_names must hold text, of at most {_MAX_NAME} characters each"
+        )
+    for number, shape in enumerate(shapes):  # type: ignore[arg-type]
+        if fault := fault_of_shape(shape):
+            what = "update_info.shapes must hold lists of positive integers"
+            raise WeightUpdateError(f"{what}, got {quoted(shape)} as number {number}: {fault}")
     return read(names, dtype_names, shapes)  # type: ignore[arg-type]
 
 
@@ -115,7 +122,7 @@ def field(info: Mapping[str, Any], key: str, kind: type, default: Any = None, *,
     """One value of a message. Raises WeightUpdateError where it is missing or of another type. of: its place."""
     value = info.get(key, default)
     if type(value) is not kind:
-        found = "and is missing" if value is None else f"got {repr(value)[:100]}"
+        found = "and is missing" if value is None else f"got {quoted(value, 100)}"
         raise WeightUpdateError(f"{of}.{key} must be {kind.__name__}, {found}")
     return value
 

@@ -11,6 +11,7 @@ import torch
 
 from octavo.checkpoint.cache_scales import scale_names
 from octavo.checkpoint.safetensors import DTYPES, Checkpoint
+from octavo.config.quoted import MAX_NAME, plain, quoted
 from octavo.rl.plan import Incoming
 from octavo.rl.session import WeightTransferError, WeightUpdateError
 from octavo.rl.transport import Alone, Put, Read, field
@@ -36,7 +37,7 @@ class DiskTransport(Alone):
         except ValueError as error:
             raise WeightUpdateError(str(error)) from None
         except OSError as error:
-            raise WeightUpdateError(f"{path}: cannot read: {error.strerror}") from None
+            raise WeightUpdateError(f"{plain(str(path))}: cannot read: {error.strerror}") from None
         try:
             given = info.get("names") or []
             if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
@@ -44,7 +45,9 @@ class DiskTransport(Alone):
             names = list(given or checkpoint.entries.keys() - scale_names(checkpoint.entries).keys())
             lacking = [name for name in names if name not in checkpoint.entries]
             if lacking:
-                raise WeightUpdateError(f"{path}: holds no tensor {', '.join(map(repr, lacking[:5]))}")
+                raise WeightUpdateError(
+                    f"{path}: holds no tensor {', '.join(quoted(name, MAX_NAME) for name in lacking[:5])}"
+                )
             names.sort(key=lambda name: (checkpoint.entries[name].shard, checkpoint.entries[name].start))
             entries = [checkpoint.entries[name] for name in names]
             stored = [str(DTYPES.get(entry.dtype, entry.dtype)) for entry in entries]

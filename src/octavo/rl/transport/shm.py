@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from octavo.config.quoted import quoted
 from octavo.rl.plan import Incoming
 from octavo.rl.session import WeightTransferError, WeightUpdateError
 from octavo.rl.transport import BUFFER_BYTES, Alone, Put, Read, buffers, field, split, told
@@ -103,7 +104,7 @@ class ShmTransport(Alone):
         """Read the file, a buffer at a time."""
         name = field(info, "shm_name", str)
         if not _NAME.fullmatch(name):
-            raise WeightUpdateError(f"shm_name must be {PREFIX} and 32 hexadecimal digits, got {name[:80]!r}")
+            raise WeightUpdateError(f"shm_name must be {PREFIX} and 32 hexadecimal digits, got {quoted(name, 80)}")
         incoming = told(info, read)
         file = _open(name)
         try:

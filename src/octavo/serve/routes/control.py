@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from octavo.config.quoted import quoted
 from octavo.frontend.control import A_LEVEL, A_MODE, SOME_TAGS, WrongStateError
 from octavo.serve.engine.control import NEW
 from octavo.serve.engine.refusals import EngineDeadError
@@ -123,7 +124,7 @@ def unreadable(error: msgspec.ValidationError, given: Mapping[str, Any], kind: t
     if place == f".{name}":
         metas = getattr(described, "__metadata__", ())
         wanted = next((meta.description for meta in metas if meta.description), None) or wanted.removesuffix(" | null")
-        found = repr(given[name])[:64]
+        found = quoted(given[name], 64)
     return bad_request(
         "invalid_type", f"{place.lstrip('.')}: must be {wanted.replace(' | ', ' or ')}, got {found}", name
     )

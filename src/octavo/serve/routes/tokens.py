@@ -38,7 +38,7 @@ NOT_KEPT = {
     "lora_request": "adapters are not supported",
     "lora_path": "adapters are not supported",
 }
-_OWN = frozenset({"logprobs", "structured_outputs"})  # sampling parameters that other routes take elsewhere
+_KNOWN = SAMPLING | {"logprobs", "structured_outputs"}  # other routes take these two elsewhere
 _NO_EFFECT = frozenset({"detokenize", "output_kind", "stream_interval", "flat_logprobs"})
 
 
@@ -121,16 +121,16 @@ def sampling_of(state: ServeState, given: Mapping[str, Any], warnings: list[str]
         text = f"sampling_params.{TRANSFER}: belongs beside sampling_params"
         raise bad_request("not_allowed", text, f"sampling_params.{TRANSFER}")
     found = {name: value for name, value in given.items() if value is not None and name not in _NO_EFFECT}
-    unknown = [name for name in found if name not in SAMPLING | _OWN]
-    if unknown:
-        shown = unknown[0][:64] if unknown[0][:64].isidentifier() else "a field"
+    known = {name: value for name, value in found.items() if name in _KNOWN}
+    if len(known) < len(found):
+        first = next(name for name in found if name not in known)[:64]
+        shown = first if first.isidentifier() else "a field"
         if state.config.strict:
             raise bad_request("unknown_field", f"sampling_params.{shown}: unknown field", f"sampling_params.{shown}")
         warnings.append(f"sampling_params.{shown}: unknown field, ignored")
-    found = {name: value for name, value in found.items() if name not in unknown}
-    if "structured_outputs" in found:
-        found["structured_outputs"] = read_structured_outputs(found["structured_outputs"])
-    return found
+    if "structured_outputs" in known:
+        known["structured_outputs"] = read_structured_outputs(known["structured_outputs"])
+    return known
 
 
 class _Answer:

@@ -20,6 +20,7 @@ from octavo.serve.state import ServeState
 
 _NO_RESET = "sets weights to values that nobody trained, and is not done here: send an update"
 _IGNORED = frozenset({"allow_quant_error", "selector"})
+MAX_SKIPPED = 1024  # each is sought in the name of each weight
 
 
 class Checker(msgspec.Struct, kw_only=True):
@@ -68,6 +69,9 @@ async def weights_checker(state: ServeState, exchange: Exchange) -> None:
     if options.action not in ("checksum", "snapshot", "compare"):
         raise bad_request("invalid_value", "action: must be checksum, snapshot or compare", "action")
     skipped = options.skip_tensor_list or []
+    if len(skipped) > MAX_SKIPPED:
+        limit = f"may hold at most {MAX_SKIPPED} parts of names, got {len(skipped)}"
+        raise bad_request("too_many", f"skip_tensor_list: {limit}", "skip_tensor_list")
     found = (await _checksums(state))["checksums"]
     own = {name: value for name, value in found.items() if not any(part in name for part in skipped)}
     answer: dict[str, Any] = {"success": True, "message": "Success"}

@@ -161,8 +161,7 @@ async def update(state: ServeState, exchange: Exchange) -> None:
     options, warnings = await read_options(state, exchange, Update)
     _refuse_pickles(options.update_info)
     parts = options.update_info if isinstance(options.update_info, list) else [options.update_info]
-    for part in parts:
-        warnings += [each for each in _unknown(state, part, "update_info", _UPDATE_INFO) if each not in warnings]
+    warnings += _unknown(state, {name: None for part in parts for name in part}, "update_info", _UPDATE_INFO)
     async with updating(state, "update"):
         request: dict[str, Any] = {"update_info": options.update_info, "session": options.session}
         for name, end in (("start", options.start), ("finish", options.finish)):
@@ -290,7 +289,7 @@ def _refuse_pickles(given: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> N
     """Raise ApiError for a field that vLLM would unpickle, in a message or in one of its parts."""
     for name in given if isinstance(given, Mapping) else (name for part in given for name in part):
         if name.endswith("_pickled"):
-            raise bad_request("unsupported_parameter", f"update_info.{name}: {_PICKLED}", name)
+            raise bad_request("unsupported_parameter", f"update_info.{name[:64]}: {_PICKLED}", name)
 
 
 class Rpc(msgspec.Struct, kw_only=True):

@@ -1,0 +1,37 @@
+"""How an error repeats a value that came from outside.
+
+Owns the most characters and what is left out. Knows no setting and no file. Invariant: whatever the value, what is
+shown is one line of printable characters of about the length that was asked for, and the work is bounded as well.
+"""
+
+from __future__ import annotations
+
+MAX_SHOWN = 60  # characters of a wrong value that an error repeats
+MAX_NAME = 200  # of a tensor's name or a file's
+_MAX_BITS = 4096  # of an integer that is written out: digits of a long one take quadratic time
+
+
+def quoted(value: object, most: int = MAX_SHOWN) -> str:
+    """As Python writes it; of a long one its beginning and its end: a path's end says most."""
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str | bytes | list | tuple) and len(value) > 2 * most:
+        return _ends(_line(value[:most]) + _line(value[-most:]), most)
+    text = _line(value)
+    return text if len(text) <= most else _ends(text, most)
+
+
+def plain(name: str, most: int = MAX_NAME) -> str:
+    """A name without quotes."""
+    return quoted(name, most + 2)[1:-1]
+
+
+def _line(value: object) -> str:
+    try:
+        return " ".join(repr(value).split())
+    except ValueError:  # a long integer somewhere in it
+        return f"a {type(value).__name__} with a long integer"
+
+
+def _ends(text: str, most: int) -> str:
+    return f"{text[: most // 2]}...{text[-most // 2 :]}"
