@@ -155,6 +155,7 @@ class EngineCore:
                 priority=priority,
                 cache_salt=cache_salt,
                 coalesce_updates=coalesce_updates,
+                waits_for=sequence_ids[0] if index else "",
             )
             for index, sequence_id in enumerate(sequence_ids)
         ]

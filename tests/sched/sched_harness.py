@@ -127,6 +127,7 @@ def make_request(
     priority: int = 0,
     salt: str = "",
     coalesce_updates: bool = False,
+    waits_for: str = "",
     **params: object,
 ) -> Request:
     """`prompt` as a number: so many tokens, distinct from those of any other request made so."""
@@ -143,6 +144,7 @@ def make_request(
         priority=priority,
         cache_salt=salt,
         coalesce_updates=coalesce_updates,
+        waits_for=waits_for,
     )
 
 

@@ -116,6 +116,23 @@ def test_C_3_who_is_told_later_is_stepped_over_and_asked_again_until_its_time_is
     assert is_right(driver, never, quick)
 
 
+@pytest.mark.parametrize("arrives", [True, False], ids=["arrives", "fails"])
+def test_C_3_a_second_completion_waits_for_the_blocks_of_the_first_and_finds_them_here(arrives: bool):
+    driver, connector, _ = drive()
+    first = offer(driver, connector, make_request(PROMPT, 3), 22)
+    second = make_request(PROMPT, 4, waits_for=first.request_id)
+    driver.add(second)
+    assert not driver.step().has_work and first.status is Status.LOADING
+    assert not driver.step().has_work and second.status is Status.WAITING
+    assert not any(name == second.request_id for name, _ in connector.matched)
+    (load,) = connector.begun.values()
+    connector.arrive(load.number, None if arrives else ())
+    driver.run()
+    assert is_right(driver, first, second) and second.num_cached == 20
+    assert driver.worker.computed[second.request_id] == 2 + 3
+    assert driver.worker.computed[first.request_id] == (1 if arrives else 22) + 2
+
+
 def test_C_3_the_connector_is_asked_behind_the_local_hit():
     driver, connector, _ = drive()
     driver.add(make_request(PROMPT, 1))

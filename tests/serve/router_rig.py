@@ -63,7 +63,7 @@ class Process:
 
     def metric(self, name: str) -> float:
         text = self.ask("GET", "/metrics")[1]
-        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name + "{"))
+        return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith((name + "{", name + " ")))
 
 
 def server(folder: Path, role: str, port: int, *flags: str, **more: Any) -> Process:

@@ -15,6 +15,7 @@ from router_rig import SERVE, Process, server, settled, until, until_at_least, u
 
 PROMPT = "def add(a, b):\n" * 9
 ASK = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.8, "seed": 7, "logprobs": 2}
+CHAT = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 9, "seed": 7, "logprobs": True}
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,41 @@ def test_P_1_D_2_each_prompt_of_a_list_has_its_own_blocks(trio):
     assert "on offer already" not in logs and "did not end in time" not in logs
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**ASK, "n": 4}),
+        ("/v1/completions", {**ASK, "n": 2, "prompt": [f"{index}, {PROMPT}" for index in range(2)]}),
+        ("/v1/chat/completions", {**CHAT, "n": 3}),
+        ("/generate", {"text": PROMPT, "sampling_params": {"n": 3, "sampling_seed": 7, "max_new_tokens": 9}}),
+    ],
+)
+def test_D_2_several_completions_of_a_prompt_are_of_the_blocks_that_the_first_one_fetches(trio, path, body):
+    """The others wait for these and find them in the decode server's own cache."""
+    first, second, router = trio
+    expected = said_of(second, path, body)
+    assert first.ask("POST", "/reset_prefix_cache", {})[0] == second.ask("POST", "/reset_prefix_cache", {})[0] == 200
+    names = "vllm:external_prefix_cache_hits_total", "vllm:prefix_cache_hits_total"
+    before, skipped = [second.metric(name) for name in names], router.metric(SKIPPED)
+    assert said_of(router, path, body) == expected
+    num_prompts = len(body["prompt"]) if isinstance(body.get("prompt"), list) else 1
+    num_others = num_prompts * ((body.get("n") or body["sampling_params"]["n"]) - 1)
+    until_at_least(second, names[0], before[0] + 65 * num_prompts)
+    until_at_least(second, names[1], before[1] + 64 * num_others)
+    assert router.metric(SKIPPED) == skipped
+    settled(first, second)
+
+
+def test_a_request_that_goes_on_without_a_prefill_server_is_counted(trio):
+    first, second, router = trio
+    before = router.metric(SKIPPED)
+    own = {"do_remote_prefill": False, "do_remote_decode": False}
+    for changes in ({"kv_transfer_params": own}, {"prompt_logprobs": 0}, {"echo": True}):
+        assert router.ask("POST", "/v1/completions", {**ASK, **changes})[0] == 200
+    assert router.metric(SKIPPED) == before + 3
+    settled(first, second)
+
+
 IDS = [3 + (7 * index) % 200 for index in range(90)]
 DRAWN: dict[str, Any] = {"temperature": 0.8, "seed": 7, "max_tokens": 12, "logprobs": 2}
 THEIRS: dict[str, Any] = {"temperature": 0.8, "sampling_seed": 7, "max_new_tokens": 12}
@@ -113,6 +149,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "texts": ("/generate", {"text": [f"{index}{PROMPT}" for index in range(3)], "sampling_params": [THEIRS] * 3}),
     "a list of one": ("/generate", {"input_ids": [IDS], "sampling_params": THEIRS}),
 }
+SKIPPED = "octavo_router_prefills_skipped_total"
 VOLATILE = ("id", "request_id", "created", "created_at", "e2e_latency", "item_id", "usage", "cached_tokens")
 
 

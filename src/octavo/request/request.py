@@ -151,6 +151,7 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
+        "waits_for",
     )
 
     def __init__(
@@ -165,10 +166,12 @@ class Request:
         priority: int = 0,
         cache_salt: str = "",
         coalesce_updates: bool = False,
+        waits_for: str = "",
     ) -> None:
         """`max_tokens` and `seed` are resolved: the room in the context is counted in, the seed is never None.
 
-        quiet: updates are wanted for the first token and at the end, not for each token.
+        coalesce_updates: they are wanted for the first token and at the end, not for each token. waits_for: a request
+        of the same prompt; while its blocks are loaded, nobody else is to compute them.
         """
         assert prompt_token_ids, "an empty prompt is refused before a Request is made"
         assert max_tokens >= 1, "a request generates at least one token"
@@ -187,6 +190,7 @@ class Request:
         self.check_from = 0  # known tokens from which any token may end it; set with `max_tokens` by the scheduler
         self.priority = priority
         self.cache_salt = cache_salt
+        self.waits_for = waits_for
         self.arrival = next(_ARRIVALS)
         self.status = Status.WAITING
         self.row = -1  # while it runs: its row, also in RequestRows

@@ -113,10 +113,11 @@ class Router:
             await self._pass_on(exchange, body)
             return
         offer = await self._prefill(form, exchange, given)
-        self.metrics.prefilled(time.monotonic() - began)
         if offer is None:
+            self.metrics.skipped_prefill()
             await self._pass_on(exchange, body)
             return
+        self.metrics.prefilled(time.monotonic() - began)
         wanted = json.dumps({**given, TRANSFER: offer.told}).encode()
         try:
             await self._pass_on(exchange, wanted, alone=body, offer=offer)
@@ -126,12 +127,9 @@ class Router:
 
     async def _prefill(self, form: Form, exchange: Exchange, given: dict[str, Any]) -> Offer | None:
         """What a prefill server has on offer; None: the decode server computes the prompt."""
-        if given.get(TRANSFER) is not None or not form.has_one_choice(given):
+        if given.get(TRANSFER) is not None or form.computes_whole(given):
             return None
         if not self.decode.is_well:  # nobody would go on with it
-            return None
-        if form.computes_whole(given):
-            self.metrics.skipped_prefill()
             return None
         tried: list[Upstream] = []
         while len(tried) <= self.config.retries:
@@ -157,7 +155,6 @@ class Router:
                 self.metrics.retried("prefill")
             finally:  # nobody will hear what it offers from now on
                 self.transfers.settle(asked, exchange.headers)
-        self.metrics.skipped_prefill()
         return None
 
     async def _pass_on(

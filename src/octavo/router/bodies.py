@@ -16,7 +16,7 @@ from octavo.request import transfer_params
 TRANSFER = transfer_params.NAME
 _AFFINITY_CHARS = 512  # of a prompt: what begins alike so far goes to one prefill server
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
-_LEFT_OUT = (*_LIMITS, "stream_options", "min_tokens", "min_new_tokens")  # of a request for one token
+_LEFT_OUT = (*_LIMITS, "n", "stream_options", "min_tokens", "min_new_tokens")  # of a request for one token
 _WHOLE = ("prompt_logprobs", "return_routed_experts", "skip_reading_prefix_cache")  # all of the prompt is computed
 
 
@@ -38,10 +38,6 @@ class Form:
         """Where sampling parameters may stand."""
         given = (body.get("sampling_params") or {}) if self.is_nested else {}
         return [body, *(given if isinstance(given, list) else [given])]
-
-    def has_one_choice(self, body: Mapping[str, Any]) -> bool:
-        """Whether one completion of each prompt is wanted."""
-        return all(own.get("n") in (None, 1) for own in self._sampling(body))
 
     def computes_whole(self, body: Mapping[str, Any]) -> bool:
         """Whether a decode server computes the whole prompt whatever is on offer, or asks its engine for nothing."""

@@ -51,7 +51,7 @@ class RouterMetrics(Collector):
         self._load_failures[server] += count
 
     def skipped_prefill(self) -> None:
-        """Count a request that no prefill server computed."""
+        """Count a request that goes on without blocks of a prefill server."""
         self._num_skipped += 1
 
     def prefilled(self, seconds: float) -> None:
@@ -87,7 +87,7 @@ class RouterMetrics(Collector):
             for value, count in values.items():
                 family.add_metric([value], count)
             yield family
-        skipped = "octavo_router_prefills_skipped", "Requests that decode servers computed alone"
+        skipped = "octavo_router_prefills_skipped", "Requests passed on without blocks of a prefill server"
         yield CounterMetricFamily(*skipped, value=self._num_skipped)
         bounds = [*(f"{float(bound)}" for bound in _SECONDS), "+Inf"]
         histogram = HistogramMetricFamily("octavo_router_prefill_seconds", "Until the blocks were on offer")

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from octavo.kv_connector import NO_CONNECTOR, Connector, Later, Transfer
+from octavo.kv_connector import LATER, NO_CONNECTOR, Connector, Later, Transfer
 from octavo.request.request import Request, Status
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.order import OrderOf
@@ -126,6 +126,8 @@ class Loads:
 
         unit: what is found ends behind a multiple of it, and not behind the last token that is there; 0: anywhere.
         """
+        if request.waits_for in self._loading:  # the cache has them soon
+            return LATER
         if request.request_id in self._refused or (most := self._max_load(request)) <= num_local:
             return 0
         self._kv.name_blocks(request)
