@@ -468,7 +468,7 @@ class EngineCore:
         if self.gate.draining:
             self._end_of_wait(at_once=True)
         if order.keeps and not self._forget_cache():
-            return "sleep: a transfer holds blocks of the cache: ask again when it has ended"
+            return f"sleep: {pause.BLOCKS_HELD}"
         return ""
 
     def _wake_up(self, order: pause.WakeOrder) -> pause.Standing:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from octavo.sched.pause import BLOCKS_HELD
 from ports import free_port
 from router_rig import SERVE, Process, server, settled, until, until_at_least, until_held
 
@@ -286,6 +287,10 @@ def test_P_an_offer_that_a_router_releases_ends(trio):
     asked = {**ASK, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, "transfer_id": "mine"}}
     assert first.ask("POST", "/v1/completions", asked)[1]["kv_transfer_params"]["transfer_id"] == "mine"
     until_held(first)
+    for path in ("/reset_prefix_cache", "/reset_prefix_cache?reset_running_requests=true", "/flush_cache", "/sleep"):
+        status, body = first.ask("POST", path, None)
+        assert status == (400 if "flush" in path else 409) and BLOCKS_HELD in body["error"]["message"]
+        assert "requests" not in body["error"]["message"] and "/kv_transfer/release" in body["error"]["message"]
     answer = first.ask("POST", "/kv_transfer/release", {"transfer_ids": ["mine", "unknown"]})
     assert answer == (200, {"released": 1})
     settled(first)

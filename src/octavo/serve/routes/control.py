@@ -17,6 +17,7 @@ import msgspec
 
 from octavo.config.quoted import quoted
 from octavo.frontend.control import A_LEVEL, A_MODE, SOME_TAGS, WrongStateError
+from octavo.sched.pause import BLOCKS_HELD
 from octavo.serve.engine.control import NEW
 from octavo.serve.engine.refusals import EngineDeadError
 from octavo.serve.errors import ApiError, bad_request, not_ready
@@ -271,6 +272,8 @@ async def reset_prefix_cache(state: ServeState, exchange: Exchange) -> None:
             reset_connector=options.reset_external or options.reset_connector,
         )
     if not done:
+        if options.reset_running_requests or _is_held(state):
+            raise ApiError(409, "busy", BLOCKS_HELD)
         hint = "the prefix cache cannot be reset while requests run: set reset_running_requests, or wait"
         raise ApiError(409, "busy", hint)
     await exchange.reply_json(told({"success": True}, warnings))
@@ -282,8 +285,14 @@ async def flush_cache(state: ServeState, exchange: Exchange) -> None:
     with moving(state):
         done = await state.engine.reset_prefix_cache()
     if not done:
-        raise bad_request("busy", "the cache was not flushed: requests run or wait")
+        why = BLOCKS_HELD if _is_held(state) else "requests run or wait"
+        raise bad_request("busy", f"the cache was not flushed: {why}")
     await exchange.reply(200, b"Cache flushed.\n", b"text/plain; charset=utf-8")
+
+
+def _is_held(state: ServeState) -> bool:
+    """Whether it is no request that holds blocks, as the last answer of the engine says."""
+    return not state.engine.control.last.num_unfinished
 
 
 def _memory_tags(tags: list[str] | None) -> list[str]:
