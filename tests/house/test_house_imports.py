@@ -187,6 +187,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "cli.flags",
             "grammar",
             "checkpoint.hub",
+            "kv_connector.table",
             "sched",
             "text",
             "worker.executor",

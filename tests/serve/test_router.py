@@ -302,6 +302,34 @@ def test_P_an_offer_that_a_router_releases_ends(trio):
     assert status == 400 and "at most 4096 ids, got 4097" in body["error"]["message"]
 
 
+REMOTE = {"remote_host": "127.0.0.1", "remote_port": 1, "transfer_id": "x", "remote_num_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("side", "said", "warned"),
+    [
+        (0, {"do_remote_decode": False, "remote_block_ids": None}, []),
+        (1, {"do_remote_prefill": False, **REMOTE}, []),
+        (1, {"foo": 1}, ["foo: unknown field, ignored"]),
+        (1, {"do_remote_decode": True}, ["do_remote_decode: has no effect: kv_role of this engine is kv_consumer"]),
+        (0, {"do_remote_prefill": True, **REMOTE}, ["do_remote_prefill: has no effect: kv_role of this engine is kv_"]),
+        (1, {"do_remote_prefill": True}, ["do_remote_prefill: has no effect without remote_host, remote_port, tran"]),
+        (1, {"do_remote_prefill": True, "do_remote_decode": True}, ["do_remote_decode: has", "do_remote_prefill: has"]),
+        (1, {"max_load_tokens": 0}, ["max_load_tokens: has no effect with p2p"]),
+        (1, {"prompts": [{"foo": 1}]}, ["foo: unknown field, ignored"]),
+    ],
+)
+def test_P_what_of_kv_transfer_params_is_not_acted_on_stands_in_the_warnings(trio, side, said, warned):
+    tokens = {"token_ids": IDS, "sampling_params": {"max_tokens": 1}}
+    response = {"input": PROMPT, "max_output_tokens": 1}
+    asked = {"/v1/completions": {**ASK, "max_tokens": 1}, "/v1/chat/completions": {**CHAT, "max_tokens": 1}}
+    for path, body in {**asked, "/v1/responses": response, "/inference/v1/generate": tokens}.items():
+        status, answer = trio[side].ask("POST", path, {**body, "kv_transfer_params": said})
+        told = answer.get("warnings", [])
+        assert status == 200 and len(told) == len(warned), told
+        assert all(one.startswith(f"kv_transfer_params.{start}") for one, start in zip(told, warned)), told
+
+
 def test_P_3_D_7_a_decode_server_that_can_take_no_blocks_is_counted_and_named_once(trio, tmp_path):
     """A lasting mismatch: every prompt is computed twice, and the answers are right."""
     first, _, _ = trio

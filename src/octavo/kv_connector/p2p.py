@@ -28,7 +28,7 @@ from octavo.kv_connector.orders import EngineSide, Order, Orders
 from octavo.kv_connector.peers import NIXL
 from octavo.kv_connector.peers.offers import Wanted
 from octavo.request.request import FinishReason, Request
-from octavo.request.transfer_params import MAX_BLOCKS
+from octavo.request.transfer_params import MAX_BLOCKS, REMOTE
 
 if TYPE_CHECKING:
     from octavo.kv_connector.worker import WorkerConnector
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _MAX_EARLY = 1 << 12  # transfer ids that are released before they are on offer
-_REMOTE = ("remote_host", "remote_port", "transfer_id", "remote_num_tokens")
 # of vLLM's P2pNcclConnector
 _VLLMS = ("proxy_ip", "proxy_port", "http_port", "send_type", "nccl_num_channels", "mem_pool_size_gb")
 _ADDRESSES = "remote_addresses"  # of an engine of several ranks, beside the first one's
@@ -182,7 +181,7 @@ class _P2PConnector(SilentConnector):
         asked = asked_of(request)
         if not asked.get("do_remote_prefill") or not self._transfer.consumes or request.request_id in self._used:
             return 0
-        lacking = [name for name in _REMOTE if not asked.get(name)]
+        lacking = [name for name in REMOTE if not asked.get(name)]
         if not lacking and not _addresses(asked):
             lacking = ["remote_host and remote_port of a listener"]
         if lacking:

@@ -36,6 +36,8 @@ _KINDS: dict[str, tuple[type, str]] = {
     "remote_host": (str, f"a text of 1 to {_MAX_TEXT} characters"),
     "remote_offer": (str, f"a text of 1 to {_MAX_TEXT} characters"),
 }
+FIELDS = frozenset((*_KINDS, "remote_addresses", "remote_block_ids", EACH))
+REMOTE = ("remote_host", "remote_port", "transfer_id", "remote_num_tokens")  # where blocks are on offer
 
 
 def check(said: object, max_tokens: int = _MAX_COUNT) -> dict[str, Any]:

@@ -115,7 +115,7 @@ async def _render(state: ServeState, request: ChatRequest, answers: Answers, kep
 
 def _params(state: ServeState, parsed: Parsed[ChatRequest], answers: Answers) -> SamplingParams:
     request = parsed.shape
-    given = with_transfer(state, parsed.sampling, request.kv_transfer_params)
+    given = with_transfer(state, parsed.sampling, request.kv_transfer_params, parsed.warnings)
     check_stream_options(request.stream, request.stream_options)
     if request.max_completion_tokens is not None:
         given["max_tokens"] = request.max_completion_tokens

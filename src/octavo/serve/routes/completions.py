@@ -73,7 +73,7 @@ async def create(state: ServeState, exchange: Exchange) -> None:
 
 def _params(state: ServeState, parsed: Parsed[CompletionRequest]) -> SamplingParams:
     request = parsed.shape
-    given = with_transfer(state, parsed.sampling, request.kv_transfer_params)
+    given = with_transfer(state, parsed.sampling, request.kv_transfer_params, parsed.warnings)
     check_stream_options(request.stream, request.stream_options)
     best_of = request.best_of
     if best_of is not None and (isinstance(best_of, bool) or best_of != given.get("n", 1)):

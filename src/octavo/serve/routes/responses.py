@@ -82,7 +82,7 @@ async def create(state: ServeState, exchange: Exchange) -> None:
 
 def _params(state: ServeState, parsed: Parsed[ResponsesRequest]) -> SamplingParams:
     request = parsed.shape
-    given = with_transfer(state, parsed.sampling, request.kv_transfer_params)
+    given = with_transfer(state, parsed.sampling, request.kv_transfer_params, parsed.warnings)
     if request.max_output_tokens is not None:
         given["max_tokens"] = request.max_output_tokens
     if request.top_logprobs not in (None, 0):

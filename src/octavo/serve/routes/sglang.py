@@ -117,7 +117,7 @@ def _params(
         found["logprobs"] = request.top_logprobs_num
         if type(request.logprob_start_len) is int and request.logprob_start_len >= 0:
             found["prompt_logprobs"] = request.top_logprobs_num
-    found = with_transfer(state, found, request.kv_transfer_params)
+    found = with_transfer(state, found, request.kv_transfer_params, warnings)
     return make_params(state, found, stream=request.stream, default_max_tokens=_DEFAULT_TOKENS)
 
 

@@ -96,7 +96,8 @@ async def create(state: ServeState, exchange: Exchange) -> None:
         given["return_sampling_mask"] = True
     if request.return_routed_experts or state.engine.limits.experts[0]:  # an engine that keeps them says them here
         given.setdefault("return_routed_experts", True)
-    given = with_transfer(state, given | {"detokenize": False}, request.kv_transfer_params)
+    given["detokenize"] = False
+    given = with_transfer(state, given, request.kv_transfer_params, parsed.warnings)
     params = make_params(state, given, stream=request.stream, default_max_tokens=None)
     state.check_ready()
     params = await state.check_structured(exchange, params)
