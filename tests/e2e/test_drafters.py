@@ -18,6 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from octavo import LLM
+from octavo.checkpoint.config_reader.drafters import method_of
+from octavo.checkpoint.drafters import method_in
+from octavo.checkpoint.hub import find_model
 from octavo.config.engine_config import EngineConfig
 from octavo.device.batch import Batch
 from octavo.frontend.engine import Engine
@@ -406,6 +409,23 @@ def test_S_8_what_does_not_suit_is_refused_by_name(name: str, tmp_path: Path) ->
     given, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         make(given(tmp_path))
+
+
+def test_S_1_a_checkpoint_says_its_method_where_nobody_does(tmp_path: Path) -> None:
+    for model in ("eagle3", "mtp", "eagle", "draft_model"):
+        bundled = {"draft_model": "octavo-tiny", "eagle": str(tmp_path)}.get(model, f"octavo-tiny-{model}")
+        if model == "eagle":
+            random_head(tmp_path)
+        assert method_in(find_model(bundled)) == model
+    for name, wanted in (("DFlashDraftModel", "dflash"), ("EagleLlamaForCausalLM", "eagle"), ("x", "draft_model")):
+        assert method_of({"architectures": [name]}, []) == wanted
+    whole = ["model.layers.0.mlp.up_proj.weight", "mtp.fc.weight", "model.layers.7.eh_proj.weight"]
+    assert method_of({}, whole) == "draft_model" and method_of({}, whole[1:]) == method_of({}, whole[2:]) == "mtp"
+    engine = make({"model": "octavo-tiny-eagle3"})
+    counts = Counts(engine)
+    run(engine, [(PROMPTS[0], params(temperature=0.0, max_tokens=24))])
+    assert counts.num_accepted > 8
+    engine.close()
 
 
 def test_a_head_is_no_model() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from octavo.checkpoint.arch import Arch, DraftArch
-from octavo.checkpoint.config_reader.drafters import read_block, read_head, read_modules
+from octavo.checkpoint.config_reader.drafters import method_of, read_block, read_head, read_modules
 from octavo.checkpoint.config_reader.fields import read_json
 from octavo.checkpoint.safetensors import Checkpoint
 from octavo.models.causal_lm import CausalLM
@@ -26,14 +26,23 @@ if TYPE_CHECKING:
 
 def read_drafter(folder: Path, method: str, target: Arch, load_format: str = "auto") -> DraftArch:
     """The facts of the drafter in `folder`, of method eagle, eagle3 or mtp, for a target. load_format: fill_model's."""
-    path, names = folder / "config.json", list[str]()
-    if load_format != "dummy":
-        checkpoint = Checkpoint(folder)
-        names = list(checkpoint.entries)
-        checkpoint.close()
+    path, names = folder / "config.json", [] if load_format == "dummy" else _names(folder)
     if method == "mtp":
         return read_modules(read_json(path), str(path), target, names)
     return read_head(read_json(path), str(path), method, target, names)
+
+
+def method_in(folder: Path) -> str:
+    """The method of the drafter in `folder`, by its config.json and the names of its tensors."""
+    names = _names(folder) if any(folder.glob("*.safetensors")) else []
+    return method_of(read_json(folder / "config.json"), names)
+
+
+def _names(folder: Path) -> list[str]:
+    checkpoint = Checkpoint(folder)
+    names = list(checkpoint.entries)
+    checkpoint.close()
+    return names
 
 
 def build_drafters(draft: DraftArch, target: Model, dtype: torch.dtype) -> list[DraftHead]:

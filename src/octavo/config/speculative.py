@@ -14,6 +14,7 @@ from octavo.config.settings import ConfigError, did_you_mean
 
 FIELD = "speculative_config"
 MAX_DRAFTS = 16
+BY_MODEL = "by_model"  # no method was named: the checkpoint of the drafter says it
 # Tokens of a step that cost little, by device: as long as weights take longer to read than to multiply.
 _CHEAP_TOKENS = {"cpu": 48, "cuda": 256}
 # Keys beside `method` and `num_speculative_tokens` that each method takes.
@@ -61,7 +62,7 @@ _REFUSED = {
 class SpeculativeConfig:
     """Who proposes drafts, and how many. Without a method nobody does."""
 
-    method: str = ""  # a name of `octavo.speculate.SPECULATORS`, or "package.module:Class"
+    method: str = ""  # a name of `octavo.speculate.SPECULATORS`, "package.module:Class" or BY_MODEL
     num_speculative_tokens: int = 0  # K
     model: str | None = None  # folder or name of the drafter's checkpoint
     revision: str | None = None
@@ -90,16 +91,17 @@ def read_speculative(given: Mapping[str, Any]) -> SpeculativeConfig:
     """`speculative_config` as it was given. Raises ConfigError, naming key and value."""
     if not given:
         return NO_SPECULATION
-    method = given.get("method", "draft_model" if "model" in given else None)
+    method = given.get("method", BY_MODEL if "model" in given else None)
     if not isinstance(method, str) or not method:
         raise _refuse("method", method, f"must be one of {', '.join(METHODS)}, or package.module:Class")
     outside, method = ":" in method, _ALIASES.get(method, method)
     if method in _REFUSED_METHODS:
         raise _refuse("method", method, _REFUSED_METHODS[method], f"known: {', '.join(METHODS)}")
-    if not outside and method not in METHODS:
+    is_open = method == BY_MODEL and "method" not in given
+    if not outside and not is_open and method not in METHODS:
         hint = did_you_mean(method, METHODS) or f"known: {', '.join(METHODS)}, or package.module:Class"
         raise _refuse("method", method, "unknown method", hint)
-    taken = _ALL if outside else (*_COMMON, *METHODS[method])
+    taken = _ALL if outside else (*_COMMON, *(_OF_MODELS if is_open else METHODS[method]))
     for key, value in given.items():
         if key in _REFUSED:
             raise _refuse(key, value, _REFUSED[key], "leave it out")

@@ -15,7 +15,9 @@ import msgspec
 MEMORY_TAGS = ("weights", "kv_cache")
 TAGS = (*MEMORY_TAGS, "scheduling")
 MODES = ("keep", "wait", "abort")
-BLOCKS_HELD = "a transfer holds blocks of the cache: ask again when it has ended (POST /kv_transfer/release ends an offer)"
+BLOCKS_HELD = (
+    "a transfer holds blocks of the cache: ask again when it has ended (POST /kv_transfer/release ends an offer)"
+)
 LOST = "weights were discarded at sleep level 2: send or reload them"
 
 

@@ -7,12 +7,13 @@ where it is the token that is drawn at its place.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.cache.specs import LayerSpec
 from octavo.config.settings import ConfigError
-from octavo.config.speculative import FIELD, SpeculativeConfig
+from octavo.config.speculative import BY_MODEL, FIELD, SpeculativeConfig
 from octavo.registry import Registry
 
 if TYPE_CHECKING:
@@ -110,6 +111,12 @@ def make_speculator(config: SpeculativeConfig) -> Speculator:
     """Who proposes by these settings. Raises ConfigError for a method that is not known or does not load."""
     if not config.method:
         return NO_SPECULATOR
+    if config.method == BY_MODEL:
+        from octavo.checkpoint.drafters import method_in
+        from octavo.checkpoint.hub import find_model
+
+        assert config.model, "a model says the method"
+        config = dataclasses.replace(config, method=method_in(find_model(config.model, config.revision)))
     try:
         found = SPECULATORS.resolve(config.method)
     except ValueError as error:

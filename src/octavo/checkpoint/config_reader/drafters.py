@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.checkpoint.arch import Arch, DraftArch
 from octavo.checkpoint.config_reader.checkpoint import read_fields
-from octavo.checkpoint.config_reader.families import BLOCK_LAYERS, HEAD_LAYERS, HEADS
+from octavo.checkpoint.config_reader.families import BLOCK_LAYERS, FAMILIES, HEAD_LAYERS, HEADS
 from octavo.checkpoint.config_reader.fields import Fields
 
 
@@ -48,6 +48,20 @@ def read_head(config: Mapping[str, Any], where: str, method: str, target: Arch, 
         norm_before_residual=fields.flag("norm_before_residual", False),
         has_embedding=has_embedding,
     )
+
+
+def method_of(config: Mapping[str, Any], names: Collection[str]) -> str:
+    """Which method a drafter is for, where nobody says it: a whole model is a draft model. names: as in `read_head`."""
+    given = config.get("architectures")
+    name = str(given[0]) if isinstance(given, list) and given else ""
+    found = next((method for method, known in HEADS.items() if name in known and name not in FAMILIES), None)
+    if found is not None:
+        return found
+    own = [each for each in names if not each.startswith("mtp.")]
+    if name in HEADS["eagle"] and "fc.weight" in own:
+        return "eagle"
+    has_modules = len(own) < len(names) or any(".eh_proj." in each for each in own)
+    return "mtp" if has_modules and not any(".layers.0." in each for each in own) else "draft_model"
 
 
 def _known_name(fields: Fields, method: str) -> str:

@@ -52,7 +52,7 @@ def each_transfer(wanted: Mapping[str, Any] | None, num_prompts: int) -> list[di
 
 def _not_acted_on(said: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """A line for each field. said: as checked; config: kv_transfer_config."""
-    each: list[dict[str, Any]] = [{**said, **own} for own in said.get(EACH) or ({},)]
+    each: list[dict[str, Any]] = [{**said, **own} for own in said.get(EACH) or [{}]]
     return list(dict.fromkeys(line for own in each for line in _idle(own, config)))[:_MAX_TOLD]
 
 
