@@ -12,6 +12,7 @@ import pytest
 
 import octavo
 from octavo.cli.main import main as cli
+from octavo.serve.app import ROUTES
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -32,6 +33,20 @@ def test_the_first_command_prints_what_is_shown(capsys: pytest.CaptureFixture[st
     command, shown = _blocks("From a terminal")[:2]
     assert cli(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out.strip() == shown.strip()
+
+
+def test_what_is_not_there_is_not_there_and_says_what_is() -> None:
+    told = README.partition("What is not there:")[2].partition("of a server's routes")
+    names = [name for name in re.findall(r"`(\w+)`", told[0]) if name != "logits_processors"]
+    assert len(names) > 6
+    for name in names:
+        assert not hasattr(octavo.LLM, name)
+        with pytest.raises(AttributeError, match=rf"LLM has no {name}: ."):
+            getattr(octavo.LLM.__new__(octavo.LLM), name)
+    routes = re.findall(r"`(?:POST )?(/[\w./]+)`", told[2].partition("`LLM.get_metrics`")[0])
+    assert len(routes) == 6 and not {route.path for route in ROUTES} & set(routes)
+    public = README.partition("All names are imported from `octavo` itself")[2].partition("Code that imports")[0]
+    assert {*re.findall(r"`([A-Z]\w+)`", public), "LLM", "__version__"} == set(octavo.__all__)
 
 
 @pytest.mark.parametrize("name", ["attention", "rl"])

@@ -21,6 +21,7 @@ from msgspec.structs import force_setattr
 
 from octavo.config.engine_config import load_config
 from octavo.config.settings import ConfigError, python_names
+from octavo.frontend.absent import Absent
 from octavo.frontend.engine import Engine
 from octavo.frontend.frontend import Checked
 from octavo.frontend.frontend import Prompt as EnginePrompt
@@ -41,7 +42,7 @@ from octavo.request.sampling_params import (
     num_kept,
     text_limits,
 )
-from octavo.request.scores import scored_alone
+from octavo.request.scores import refuse_texts, scored_alone
 from octavo.request.validation import as_float, listed, shown
 from octavo.rl.session import WeightConflictError, check_version
 from octavo.startup import gc_control
@@ -63,7 +64,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 MAX_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
 
 
-class LLM(WeightMethods):
+class LLM(WeightMethods, Absent):
     """A model that generates. Use it as a context manager, or call `close`, to release it early.
 
     Any number of threads may use one LLM. Their requests run in one batch, so together they are as fast as one call
@@ -90,16 +91,15 @@ class LLM(WeightMethods):
         if model is not None:
             fields["model"] = model
         try:
-            config, self.config_origins = load_config(python_kwargs=fields, yaml_path=config_file)
-            self.config = config
-            self.engine = Engine(config, phases)
+            self.config, self.config_origins = load_config(python_kwargs=fields, yaml_path=config_file)
+            self.engine = Engine(self.config, phases)
         except ConfigError as error:  # whoever calls from Python is told of arguments, not of flags
             named = (python_names(error.limit), python_names(error.change), error.origin)
             raise ConfigError(error.field, error.value, *named) from None
         try:
             if chat_template is not None:
                 self._text("chat_template").use_chat_template(chat_template)
-            self._thinking = ThinkingRule.of(self.engine.tokenizer, config)
+            self._thinking = ThinkingRule.of(self.engine.tokenizer, self.config)
         except ValueError:
             self.engine.close()
             raise
@@ -235,6 +235,7 @@ class LLM(WeightMethods):
         """
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
             raise ParameterError("start", f"must be an index, at least 0, got {shown(start)}", "invalid_value")
+        refuse_texts(prompts)
         divisor = as_float("temperature", temperature, GREEDY_BELOW, MAX_TEMPERATURE)
         params = SamplingParams(
             max_tokens=1,
@@ -247,8 +248,7 @@ class LLM(WeightMethods):
         ready = scored_alone(prompts, params, self.engine.limits)
         self._shared.check_process()
         with gc_control.relaxed():
-            asked = [EnginePrompt(ids) for ids, _ in ready]
-            outputs = self._run(asked, [own for _, own in ready], use_tqdm, None, "score")
+            outputs = self._run([EnginePrompt(ids) for ids, _ in ready], [p for _, p in ready], use_tqdm, None, "score")
         found = []
         for output in outputs:
             scores = output.prompt_logprobs

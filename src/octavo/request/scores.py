@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from octavo.request.sampling_params import Limits, SamplingParams, check_token_ids
+from octavo.request.sampling_params import Limits, ParameterError, SamplingParams, check_token_ids
 from octavo.request.validation import listed
 
 
@@ -24,6 +24,15 @@ def without_answer(token_ids: list[int], params: SamplingParams, limits: Limits)
         return token_ids, params
     last = token_ids[-1] if params.prompt_logprobs is not None else None
     return token_ids[:-1], msgspec.structs.replace(params, scored_token_id=last)
+
+
+def refuse_texts(sequences: Any, name: str = "prompts") -> None:
+    """Raise ParameterError for texts: vLLM's `score` compares these, by another kind of model."""
+    is_list = isinstance(sequences, list | tuple) and bool(sequences)
+    place, kind = (f"{name}[0]", "") if is_list else (name, "sequences of ")
+    if isinstance(sequences[0] if is_list else sequences, str):
+        limit = f"must be a list of {kind}token ids, whose log-probabilities are told (texts are not compared), got str"
+        raise ParameterError(place, limit, "invalid_type")
 
 
 def scored_alone(
