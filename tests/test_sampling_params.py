@@ -299,6 +299,9 @@ def test_parameters_may_be_changed_and_a_clone_shares_nothing():
     assert (other.temperature, other.stop) == (1.0, ["a"])
     assert (other.logit_bias, other.extra_args) == ({5: 1.0}, {"x": [1]})
     assert params.clone().stop == ["b"]
+    for wrong in (0, 1.5, 10**30):
+        with pytest.raises(ParameterError, match=r"top_p: must be in \(0, 1\], got "):
+            SamplingParams(top_p=wrong)
     params.top_p = 7
     with pytest.raises(ParameterError, match="top_p"):
         params.clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from octavo.cache.groups import CacheGroup
 from octavo.config.engine_config import load_config
 from octavo.config.kv_transfer import EXTRA, NO_TRANSFER, read_kv_transfer
 from octavo.config.settings import ConfigError
-from octavo.kv_connector.table import ALIASES, TABLE, check_groups, make_kind
+from octavo.kv_connector.table import ALIASES, TABLE, check_early, check_groups, make_kind
 
 GOOD = {"kv_connector": "host", "kv_role": "kv_both", EXTRA: {"cpu_bytes_to_use": "64M"}}
 
@@ -128,6 +129,25 @@ def test_lmcache_that_is_not_there_is_refused_with_the_line_that_installs_it(mon
             kv_connector_module_path="lmcache.integration.vllm.lmcache_connector_v1",
             **{EXTRA: {}},
         )
+
+
+def test_what_is_wrong_is_said_before_anything_is_loaded_and_nothing_out_of_tree_is():
+    foreign = {"kv_connector": "no.such:Connector", "kv_role": "kv_both"}
+    for given in ({}, GOOD, foreign, {**GOOD, "kv_connector_module_path": "no.such"}, inside(foreign)):
+        check_early(given)
+    for wrong in ({**GOOD, EXTRA: {}}, inside({**GOOD, EXTRA: {}}), inside(), {**GOOD, EXTRA: {"connectors": 3}}):
+        with pytest.raises(ConfigError):
+            check_early(wrong)
+
+
+def inside(*children: dict[str, object]) -> dict[str, object]:
+    return {"kv_connector": "multi", "kv_role": "kv_both", EXTRA: {"connectors": list(children)}}
+
+
+def test_the_page_of_connectors_has_every_name_that_is_taken():
+    page = (Path(__file__).parents[2] / "docs" / "connectors.md").read_text()
+    rows = {line.split("`")[1]: line.split("|")[1] for line in page.splitlines() if line.startswith("| `")}
+    assert TABLE.keys() <= rows.keys() and all(name in rows[kind] for name, kind in ALIASES.items())
 
 
 def test_a_look_up_takes_no_longer_than_a_transfer():

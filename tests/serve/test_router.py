@@ -49,6 +49,7 @@ def answer(process: Process, **changes: Any) -> Any:
 def test_D_1_D_2_a_pair_behind_a_router_gives_one_servers_bits(trio):
     first, second, router = trio
     router.wait("/health")
+    assert "is up" not in router.log.read_text(), "that a server starts is no warning"
     for changes in ({}, {"temperature": 0.0}, {"prompt": "x", "seed": 3}):
         before = second.metric("vllm:external_prefix_cache_hits_total")
         routed = answer(router, **changes)

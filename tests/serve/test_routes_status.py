@@ -261,6 +261,7 @@ def test_a_drain_has_an_end_and_a_second_signal_is_at_once(start_server: StartSe
             lines.append(client.read_event())
         assert json.loads(lines[-1][6:])["error"]["code"] == "draining"
         assert impatient.process.wait(patient(10)) == 0 and time.monotonic() - began < patient(4)
+    assert "1 open requests have 60 s to end; a second Ctrl-C or SIGTERM ends them at once" in impatient.stderr()
 
 
 def test_at_the_end_who_is_slow_is_told_or_cut(start_server: StartServer) -> None:

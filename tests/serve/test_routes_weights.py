@@ -81,7 +81,8 @@ def test_rl_w1_an_update_by_vllms_routes(own_server: RunningServer, folder: Path
     assert reply["meta_info"]["weight_version"] == "step-1"
     post(own_server, "/start_weight_update")
     post(own_server, "/abort_weight_update")
-    assert post(own_server, "/update_weight_version", {"new_version": "again"})["new_version"] == "again"
+    labelled = post(own_server, "/update_weight_version", {"new_version": "again"})
+    assert labelled == {"success": True, "new_version": "again"}
     assert own_server.get("/model_info").json()["weight_version"] == "again"
     post(own_server, "/update_weights_from_disk", {"model_path": str(TINY), "flush_cache": True})
     assert ids_of(own_server) == before

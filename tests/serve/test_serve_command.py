@@ -49,6 +49,8 @@ def refuse(*argv: str) -> str:
         (["--tensor-parallel-size", "2"], "an engine of Octavo uses one device; leave it out, or give 1"),
         (["--lora-modules", "a=b", "c=d"], "there are no LoRA adapters"),
         (["--speculative-config.method", "ngrams"], "did you mean ngram?"),
+        (["--kv-transfer-config", '{"kv_connector": "p2p", "kv_role": "both"}'], "kv_role='both': must be one of"),
+        (["--kv-transfer-config", '{"kv_connector": "p2", "kv_role": "kv_both"}'], "unknown: known are"),
         (["--reasoning-parser", "no-such"], "reasoning_parser='no-such'"),
         (["--reasoning-end-text", "so</think>"], "has no reasoning"),
         (["--reasoning-parser", "qwen3", "--reasoning-end-text", "so"], "must end with </think>"),

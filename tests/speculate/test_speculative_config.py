@@ -30,7 +30,14 @@ def test_nothing_said_is_the_null_member() -> None:
     [
         ({"method": "ngrm", "num_speculative_tokens": 3}, "did you mean ngram?"),
         ({"num_speculative_tokens": 3}, "method: must be one of"),
-        ({"method": "ngram"}, "num_speculative_tokens: must be a whole number from 1 to 16"),
+        (
+            {"method": "ngram"},
+            "{'method': 'ngram'}: num_speculative_tokens is missing; add it: a whole number from 1 to 16",
+        ),
+        (
+            {"method": "ngram", "num_speculative_tokens": 3, "zzz": 1},
+            "known keys: method, num_speculative_tokens, adaptive",
+        ),
         ({"method": "ngram", "num_speculative_tokens": 0}, "from 1 to 16"),
         ({"method": "ngram", "num_speculative_tokens": True}, "from 1 to 16"),
         ({"method": "ngram", "num_speculative_tokens": 17}, "from 1 to 16"),

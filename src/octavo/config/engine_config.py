@@ -19,6 +19,7 @@ from octavo.config.attention_options import FOREIGN_BACKENDS, read_kernel_block_
 from octavo.config.device_facts import DeviceFacts
 from octavo.config.environment import read_environment
 from octavo.config.experts import resolve_experts
+from octavo.config.kv_transfer import read_kv_transfer
 from octavo.config.settings import (
     ConfigError,
     did_you_mean,
@@ -218,6 +219,7 @@ class EngineConfig:
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < 1e9:
                 raise ConfigError("weight_transfer_config", seconds, f"{key} must be a number of seconds above 0")
         read_speculative(self.speculative_config)
+        read_kv_transfer(self.kv_transfer_config)
         named = self.attention_config.get("backend")
         if named is not None and self.attention_backend not in (None, named):
             raise ConfigError(

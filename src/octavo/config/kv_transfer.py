@@ -241,7 +241,7 @@ class Extra:
         """A list of mappings, at least one."""
         value = self._get(key)
         if not isinstance(value, list | tuple) or not value or not all(isinstance(each, Mapping) for each in value):
-            raise self._refuse(key, None if value is _NO_VALUE else value, "expected a list of mappings")
+            raise self._refuse(key, None if value is _NO_VALUE else value, "expected a list of mappings, at least one")
         return list(value)
 
 

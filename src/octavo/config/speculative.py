@@ -39,7 +39,8 @@ _REFUSED_METHODS = {
     "mlp_speculator": "its heads draft without a cache: EAGLE heads have taken their place",
     "suffix": "it looks drafts up on the host, between steps: ngram does on the device",
 }
-_COMMON = ("method", "num_speculative_tokens", "rejection_sample_method", "adaptive_depth")
+_IDLE = "rejection_sample_method"  # with one value
+_COMMON = ("method", "num_speculative_tokens", _IDLE, "adaptive_depth")
 _ALL = (*_COMMON, *_OF_MODELS, "prompt_lookup_min", "prompt_lookup_max", "options")
 _EQUAL = "drafts are verified by equality with the token that plain decoding draws, so that no bit changes"
 _REFUSED = {
@@ -106,7 +107,7 @@ def read_speculative(given: Mapping[str, Any]) -> SpeculativeConfig:
         if key in _REFUSED:
             raise _refuse(key, value, _REFUSED[key], "leave it out")
         if key not in _ALL:
-            hint = did_you_mean(str(key), _ALL) or f"known keys: {', '.join(taken)}"
+            hint = did_you_mean(str(key), _ALL) or f"known keys: {', '.join(taken).replace(_IDLE + ', ', '')}"
             raise _refuse(str(key), value, "unknown key", hint)
         if key not in taken:
             raise _refuse(key, value, f"method {method} has no use for it", f"it takes {', '.join(taken)}")
@@ -150,6 +151,8 @@ def _check_samplers(given: Mapping[str, Any]) -> None:
 
 def _whole(given: Mapping[str, Any], key: str, default: int | None, low: int, high: int) -> int:
     value = given.get(key, default)
+    if value is None:
+        raise ConfigError(FIELD, dict(given), f"{key} is missing", f"add it: a whole number from {low} to {high}")
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise _refuse(key, value, f"must be a whole number from {low} to {high}")
     return value

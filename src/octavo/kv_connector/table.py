@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from octavo.cache.groups import CacheGroup
 from octavo.cache.policies import lost_prefixes
-from octavo.config.kv_transfer import KVTransferConfig, refuse
+from octavo.config.kv_transfer import EXTRA, KVTransferConfig, read_kv_transfer, refuse
 from octavo.config.settings import did_you_mean
 from octavo.kv_connector import Connector
 
@@ -129,6 +129,21 @@ def make_kind(transfer: KVTransferConfig) -> Kind:
         limit = f"is no connector: it has no {', '.join(lacking)} (see docs/connectors.md)"
         raise refuse("kv_connector", f"{module}:{attribute}", limit)
     return cast(Kind, made(name, lambda: found(transfer)))
+
+
+def check_early(given: Mapping[str, Any]) -> None:
+    """Refuse what kv_transfer_config may not say, before torch is there. One out of tree is the engine's to load."""
+    if given and _is_ours(given):
+        make_kind(read_kv_transfer(given))
+
+
+def _is_ours(given: object) -> bool:
+    if not isinstance(given, Mapping):
+        return True
+    extra = given.get(EXTRA)
+    others = extra.get("connectors") if isinstance(extra, Mapping) else None
+    is_ours = not given.get("kv_connector_module_path") and ":" not in str(given.get("kv_connector"))
+    return is_ours and all(_is_ours(own) for own in (others if isinstance(others, list | tuple) else ()))
 
 
 def secret_of(kind: Kind, transfer: KVTransferConfig) -> bytes:

@@ -128,7 +128,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
     def __post_init__(self) -> None:
         """Check and normalise; runs on construction, decoding and `msgspec.structs.replace` alike."""
         for name, low, high in _FLOATS:
-            force_setattr(self, name, as_float(name, getattr(self, name), low, high))
+            force_setattr(self, name, as_float(name, getattr(self, name), low, high, above=name == "top_p"))
         if (num := plain_int(self.n)) is not None and num < 1:  # how many there may be is the engine's max_n
             raise ParameterError("n", f"must be at least 1, got {shown(num)}")
         for name, low, high, optional in _INTS:
@@ -144,8 +144,6 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
             raise ParameterError("truncate_prompt_tokens", "must be -1 or at least 1, got 0")
         if self.temperature < GREEDY_BELOW:
             force_setattr(self, "temperature", 0.0)
-        if self.top_p == 0.0:
-            raise ParameterError("top_p", "must be in (0, 1], got 0")
         if self.thinking_token_budget == -1:
             force_setattr(self, "thinking_token_budget", None)
         if self.seed == -1:
@@ -224,7 +222,7 @@ def _refuse_unknown(fields: Iterable[str], *unknown: str) -> None:
             raise ParameterError(str(name)[:64], f"unknown sampling parameter{hint}", "unknown_field")
 
 
-# name, lowest, highest (both allowed); 0 < top_p is checked apart
+# name, lowest, highest (both allowed, but for a top_p of 0)
 _FLOATS = (
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),

@@ -65,18 +65,19 @@ def as_int(name: str, value: object, low: int, high: int) -> int:
     return value
 
 
-def as_float(name: str, value: object, low: float, high: float) -> float:
-    """`value` as a plain finite float in [low, high]; bools are refused, ints are taken."""
+def as_float(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
+    """`value` as a plain finite float in [low, high], or `above` low; bools are refused, ints are taken."""
+    bounds = f"{'(' if above else '['}{low:g}, {high:g}]"
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, int | numbers.Real):
             raise type_error(name, "a number", value)
         if isinstance(value, int) and value.bit_length() > 64:  # float() would overflow
-            raise ParameterError(name, f"must be in [{low:g}, {high:g}], got {shown(value)}")
+            raise ParameterError(name, f"must be in {bounds}, got {shown(value)}")
         value = float(value)
     if not math.isfinite(value):
         raise ParameterError(name, f"must be finite, got {value}", "number_not_finite")
-    if not low <= value <= high:
-        raise ParameterError(name, f"must be in [{low:g}, {high:g}], got {shown(value)}")
+    if not low <= value <= high or (above and value == low):
+        raise ParameterError(name, f"must be in {bounds}, got {shown(value)}")
     return value
 
 

@@ -107,7 +107,8 @@ class Pool:
         except UpstreamError as error:
             answers, is_well, why = False, False, str(error)
         if is_well != server.is_well:
-            _LOG.warning("%s server %s is %s", self.name, server.address, "up" if is_well else f"down: {why}")
+            level = logging.INFO if is_well and not server.was_well else logging.WARNING  # the first time is no news
+            _LOG.log(level, "%s server %s is %s", self.name, server.address, "up" if is_well else f"down: {why}")
         server.is_well, server.is_suspect = is_well, False
         server.was_well = server.was_well or is_well
         if not answers:  # one that does says itself what becomes of its requests

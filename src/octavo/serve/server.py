@@ -252,7 +252,8 @@ async def _drain_when(stopping: asyncio.Event, hurrying: asyncio.Event, engine: 
     """Let requests end; when that has taken `seconds`, or shall be quick, they end with an error."""
     await stopping.wait()
     if count := engine.num_requests:
-        _LOG.warning("shutting down: %d open requests have %g s to end", count, seconds)
+        line = "shutting down: %d open requests have %g s to end; a second Ctrl-C or SIGTERM ends them at once"
+        _LOG.warning(line, count, seconds)
     drain, hurry = asyncio.create_task(engine.drain(seconds)), asyncio.create_task(hurrying.wait())
     await asyncio.wait([drain, hurry], return_when=asyncio.FIRST_COMPLETED)
     if not drain.done():

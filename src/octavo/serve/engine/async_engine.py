@@ -25,6 +25,7 @@ from octavo.config.engine_config import EngineConfig, resolve_max_logprobs
 from octavo.frontend.frontend import Frontend, Prompt
 from octavo.frontend.messages import COUNTERS, EngineInfo, Updates
 from octavo.frontend.request_metrics import RequestFacts
+from octavo.kv_connector.table import check_early
 from octavo.request.outputs import NOT_THE_MODELS, OUTPUT_FAILED
 from octavo.request.sampling_params import Limits, SamplingParams
 from octavo.request.updates import RequestUpdate, once_each
@@ -97,6 +98,7 @@ class AsyncEngine(AsyncWeightMethods):
         `command`: another engine child, as tests have. Raises ValueError, in one line, for a bad setting or
         model folder that shows here; what only the engine sees makes it `dead`.
         """
+        check_early(config.kv_transfer_config)
         folder, arch = await asyncio.to_thread(find_and_read, config)
         engine = cls(config, arch, max_num_queued_reqs=max_num_queued_reqs, max_num_queued_tokens=max_num_queued_tokens)
         engine.folder = folder

@@ -212,8 +212,6 @@ async def set_version(state: ServeState, exchange: Exchange) -> None:
         await state.engine.update_weight_version(options.new_version)
     if options.abort_all_requests:
         await state.abort_runs(None)
-    else:
-        warnings.append("abort_all_requests: is false here by default: a label changes no running request")
     await exchange.reply_json(told({"success": True, "new_version": options.new_version}, warnings))
 
 
