@@ -78,10 +78,10 @@ def test_bad_prompt_of_a_stream(llm: LLM, good: list[int], name: str) -> None:
 
 @pytest.mark.parametrize("text", ["\U0001f600" * 1_000_000, "x" * 30_000_000], ids=["emoji", "30 MB"])
 def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(llm: LLM, good: list[int], text: str) -> None:
-    started = time.monotonic()
+    started = time.thread_time()  # whatever else the processor does meanwhile
     with pytest.raises(ValueError, match=r"^prompt: \d+ bytes cannot fit in 2048 tokens \(max_model_len\)"):
         llm.generate(text, GREEDY)
-    assert time.monotonic() - started < patient(1)
+    assert time.thread_time() - started < patient(1)
     assert good_tokens(llm) == good
 
 

@@ -158,18 +158,20 @@ def test_a_look_up_that_hangs_costs_its_request_the_limit_and_nobody_else_anythi
     name: str, gate: Gate, expected: Any, make_llm: Make, theirs, tmp_path, monkeypatch, caplog
 ) -> None:
     config, told = hanging(name, tmp_path, theirs, monkeypatch)
-    seconds = short()
-    llm = make_llm(max_model_len=512, kv_transfer_config={**config, "kv_lookup_timeout": seconds})
-    for _ in range(2):
-        assert llm.reset_prefix_cache() and answer(llm) == expected
-        settle(llm)
+    is_late = True
+    while is_late:  # of a machine that stood still meanwhile: once more
+        caplog.clear()
+        seconds, gate.num = short(), 0
+        llm = make_llm(max_model_len=512, kv_transfer_config={**config, "kv_lookup_timeout": seconds})
+        for _ in range(2):
+            assert llm.reset_prefix_cache() and answer(llm) == expected
+        is_late = settle(llm).num_late_lookups > 0
     assert gate.num
-    before = settle(llm).num_late_lookups
     gate.open.clear()
     gate.num = 0
     for _ in range(3):
         assert llm.reset_prefix_cache() and within(lambda: answer(llm)) == expected
-    assert within(lambda: settle(llm)).num_late_lookups == before + 1 and gate.num == 1, "who is silent is left alone"
+    assert within(lambda: settle(llm)).num_late_lookups == 1 and gate.num == 1, "who is silent is left alone"
     lines = [record.message for record in caplog.records if f"{seconds:g} s (kv_lookup_timeout)" in record.message]
     assert len(lines) == 1 and told in lines[0]
     gate.open.set()
@@ -227,12 +229,17 @@ def test_an_end_that_hangs_is_told_by_name_and_not_waited_for(
     else:
         name = "StoreWithHalf" if "store" in place else "Halves"
         config = own(name)
-    llm = make_llm(max_model_len=512, kv_transfer_config={**config, "kv_transfer_timeout": short()})
-    assert llm.generate(GOOD_PROMPT, PARAMS)
-    settle(llm)
-    gate.open.clear()
-    within(lambda: llm.close() or True)
-    told = [record.message for record in caplog.records if "did not end within" in record.message]
+    for _ in range(3):  # of a machine that stood still more may be told: once more
+        caplog.clear()
+        gate.open.set()
+        llm = make_llm(max_model_len=512, kv_transfer_config={**config, "kv_transfer_timeout": short()})
+        assert llm.generate(GOOD_PROMPT, PARAMS)
+        settle(llm)
+        gate.open.clear()
+        within(lambda: llm.close() or True)  # noqa: B023 - it is called at once
+        told = [record.message for record in caplog.records if "did not end within" in record.message]
+        if len(told) == 1:
+            break
     assert len(told) == 1 and f"kv_connector {name}:" in told[0] and "kv_transfer_timeout" in told[0]
     what = {ENDS[3]: "its end beside the scheduler", ENDS[4]: "its end beside the cache"}.get(place, "close")
     assert f": {what} did not" in told[0]
@@ -245,8 +252,10 @@ def test_a_load_that_hangs_and_cannot_be_stopped_costs_its_request_the_time_and_
     """D.8: it may write into them whenever it goes on, so nobody gets them; its request needs others."""
     config = {**CONFIG, "kv_load_failure_policy": policy, "kv_transfer_timeout": short()}
     llm = make_llm(max_model_len=512, kv_transfer_config=config)
-    assert answer(llm) == expected
-    settle(llm)
+    while not llm.engine.scheduler.stats().num_loaded_tokens:  # a save, a look-up or a load may be late by itself
+        assert llm.reset_prefix_cache() and answer(llm)
+        settle(llm)
+    num_failed = llm.engine.scheduler.stats().num_load_failures
     start_load = theirs.MemoryConnector.start_load_kv
 
     def hangs(self: Any, *args: Any, **named: Any) -> None:
@@ -255,10 +264,11 @@ def test_a_load_that_hangs_and_cannot_be_stopped_costs_its_request_the_time_and_
 
     monkeypatch.setattr(theirs.MemoryConnector, "start_load_kv", hangs)
     gate.open.clear()
-    assert llm.reset_prefix_cache()
-    found = within(lambda: answer(llm))
+    while not gate.num:
+        assert llm.reset_prefix_cache()
+        found = within(lambda: answer(llm))
     assert found == expected if policy == "recompute" else found[2] == "error"
-    assert llm.engine.scheduler.stats().num_load_failures == 1 and num_missing_blocks(llm) > 0
+    assert llm.engine.scheduler.stats().num_load_failures == num_failed + 1 and num_missing_blocks(llm) > 0
     assert any("blocks stay taken" in record.message for record in caplog.records)
     gate.open.set()
     settle(llm)
@@ -269,6 +279,8 @@ def test_a_save_that_hangs_and_cannot_be_stopped_keeps_its_blocks_and_no_answer(
 ) -> None:
     monkeypatch.setattr(theirs.MemoryConnector, "wait_for_save", lambda self: GATE.pass_through())
     llm = make_llm(max_model_len=512, kv_transfer_config={**CONFIG, "kv_transfer_timeout": short()})
+    connector = llm.engine.scheduler.loads.connector
+    monkeypatch.setattr(connector, "_lookup", 3600.0)  # behind one that is late nothing is saved
     gate.open.clear()
     for _ in range(2):
         assert within(lambda: answer(llm)) == expected

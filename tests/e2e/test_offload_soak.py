@@ -15,6 +15,7 @@ import gc
 import os
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from octavo.kv_connector.orders import Report
 from octavo.kv_connector.worker.host_memory import HostHandler
 from octavo.kv_connector.worker.mover import Job
 from octavo.sched.work import SchedulerStats
+from patience import patient
 from test_connectors import host, settle
 
 NUM_DISTINCT = 250
@@ -244,6 +246,9 @@ def run_soak(
     if folder is not None:
         assert soak.most_in_files
         assert not list(folder.glob("??/.*")), "nothing half-written is left"
+    until = time.monotonic() + patient(30)
+    while not set(threading.enumerate()) <= threads and time.monotonic() < until:
+        time.sleep(0.01)  # those that read files end by themselves
     assert set(threading.enumerate()) <= threads and len(os.listdir("/proc/self/fd")) <= num_files
     return stats, held
 

@@ -13,6 +13,7 @@ from octavo.kv_connector.orders import Order
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.file_store import FileHandler
 from octavo.kv_connector.worker.mover import Job
+from patience import patient
 
 
 class _Files:
@@ -27,7 +28,7 @@ class _Files:
         raise AssertionError("nothing is saved")
 
     def read(self, key: bytes, block: np.ndarray) -> bool:
-        self.meeting.wait(10)
+        self.meeting.wait(patient(30))
         if key == b"bad":
             raise OSError("the disk failed")
         time.sleep(0.02)
@@ -46,7 +47,7 @@ def order(keys: list[bytes]) -> Job:
 
 
 def test_an_orders_files_are_read_side_by_side() -> None:
-    before, files = threading.active_count(), _Files()
+    before, files = set(threading.enumerate()), _Files()
     cache, handler = handler_of(files)
     for _ in range(2):
         report = handler.handle(order([b"a", b"b", b"gone", b"c"]))
@@ -55,10 +56,10 @@ def test_an_orders_files_are_read_side_by_side() -> None:
         assert found.tolist() == [0, ord("a"), ord("b"), 0, ord("c"), 0]
         assert torch.equal(cache.data.amin(0).amin(1)[:6], found)
     handler.close()
-    until = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < until:
+    until = time.monotonic() + patient(30)
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < until:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert not left  # of others some may have ended meanwhile
 
 
 def test_what_one_read_raises_fails_the_order_when_all_have_ended() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -311,6 +312,9 @@ def test_a_refused_update_leaves_no_buffer_behind(llm: LLM, monkeypatch: pytest.
             llm.update_weights({"update_info": {**info, "packed": True}})
         sends.join(patient(30))
         trainer.group.close()
+        until = time.monotonic() + patient(30)
+        while any(room() is not None for room in rooms) and time.monotonic() < until:  # a thread may be on its way out
+            time.sleep(0.01)
         assert rooms and all(room() is None for room in rooms)
     finally:
         gc.enable()

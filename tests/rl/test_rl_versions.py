@@ -194,8 +194,10 @@ def test_a_session_that_went_silent_ends_for_those_who_wait(monkeypatch: pytest.
         with Handed({name: WEIGHTS[0][name]}) as update_info:
             llm.update_weights({"update_info": update_info})
         assert llm.weight_state()["state"] == "held"
-        monkeypatch.setattr(llm.engine.core.weights, "_hold_timeout", 0.3)  # type: ignore[attr-defined]
         waiting = [pool.submit(llm.generate, [[5, 6, 7]], _long(), use_tqdm=False) for _ in range(2)]
+        while llm.engine.scheduler.num_unfinished < 2:  # who comes later is refused
+            threading.Event().wait(0.001)
+        monkeypatch.setattr(llm.engine.core.weights, "_hold_timeout", 0.3)  # type: ignore[attr-defined]
         for each in waiting:
             ended = each.result(patient(20))[0].outputs[0]
             assert (ended.finish_reason, ended.stop_reason) == ("error", "weights_broken")

@@ -97,7 +97,7 @@ def test_streams_of_every_kind_and_every_way_to_leave_them() -> None:
             whole = params(12, output_kind=RequestOutputKind.CUMULATIVE)
             outputs = [o async for o in engine.generate("b", PROMPT, whole)]
             assert outputs[-1].outputs[0].token_ids == said(PROMPT, 12)
-            longer = engine.generate("b", PROMPT, params(1000, output_kind=RequestOutputKind.CUMULATIVE))
+            longer = engine.generate("b", PROMPT, params(2000, output_kind=RequestOutputKind.CUMULATIVE))
             one, two = [(await anext(longer)).outputs[0].token_ids for _ in range(2)]
             assert 0 < len(one) < len(two) and two == said(PROMPT, len(two))
             await longer.aclose()
@@ -183,7 +183,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
         async with running(script("--step-seconds", "0.05"), options=options, max_num_seqs=2) as engine:
             seen: list[str] = []
             engine.observers.append(lambda event, facts: seen.append(event))
-            streams = [engine.generate(str(i), PROMPT, params(5)) for i in range(5)]
+            streams = [engine.generate(str(i), PROMPT, params(2000)) for i in range(5)]
             with pytest.raises(QueueFullError) as full:
                 engine.generate("6", PROMPT, params(5))
             assert full.value.reason == "requests" and 1 <= full.value.retry_after <= 60
@@ -193,7 +193,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_back() -> None:
             with pytest.raises(QueueFullError) as full:
                 engine.generate("7", [1] * 36, params(5))
             assert full.value.reason == "tokens"
-            await read(streams[0])
+            await streams[0].aclose()
             await read(engine.generate("8", [1] * 100, params(5)))  # alone it may be longer than the limit
             assert engine.stats["num_queued_tokens"] == 0
 

@@ -21,6 +21,7 @@ from engine_rig import (
     HERE,
     PROMPT,
     QUICK,
+    STRICT,
     closes_all,
     helper,
     is_gone,
@@ -77,7 +78,7 @@ async def kill_rounds(command: list[str] | None, rounds: int) -> None:
             assert pid is not None and engine.ready
             began = time.monotonic()
             os.kill(pid, signal.SIGKILL)
-            worst["not ready"] = max(worst["not ready"], await until(lambda: not engine.ready, 1.0))
+            worst["not ready"] = max(worst["not ready"], await until(lambda: not engine.ready, 30))
             worst["error"] = max(worst["error"], max(await asyncio.gather(*readers)) - began)
             with pytest.raises(EngineDeadError):
                 engine.generate("refused", PROMPT, params())
@@ -92,7 +93,8 @@ async def kill_rounds(command: list[str] | None, rounds: int) -> None:
     assert set(own.children(recursive=True)) <= others
     figures = ", ".join(f"{name} {seconds * 1000:.0f} ms" for name, seconds in worst.items())
     print(f"kill -9 of the engine, {rounds} rounds, worst: {figures}")
-    assert worst["error"] < patient(1.0) and worst["serving"] < patient(30.0)
+    assert worst["error"] < QUICK.heartbeat_deadline, "no deadline brought it out"
+    assert worst["serving"] < patient(30.0)
 
 
 def test_a_killed_engine_comes_back() -> None:
@@ -112,16 +114,16 @@ def test_a_stopped_engine_is_replaced() -> None:
     """SIGSTOP: the process is there, but its heart does not beat."""
 
     async def main() -> None:
-        async with running(script("--step-seconds", "0.002")) as engine:
+        async with running(script("--step-seconds", "0.002"), supervision=STRICT) as engine:
             streams = await open_streams(engine, 4)
             pid = pid_of(engine)
             assert pid is not None
             began = time.monotonic()
             stop(pid)
-            not_ready = await until(lambda: not engine.ready, 1.5)
+            not_ready = await until(lambda: not engine.ready, 30)
             seconds = max(await asyncio.gather(*map(fails, streams))) - began
             print(f"SIGSTOP: not ready after {not_ready:.2f} s, streams told after {seconds:.2f} s")
-            assert seconds < QUICK.heartbeat_deadline + patient(1) and "heartbeat" in engine.error
+            assert seconds < STRICT.heartbeat_deadline + patient(30) and "heartbeat" in engine.error
             await engine.wait_ready(patient(10))
             assert is_gone(pid) and (await read(engine.generate("a", PROMPT, params(5))))[0] == said(PROMPT, 5)
 
@@ -129,22 +131,24 @@ def test_a_stopped_engine_is_replaced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason", "seconds"),
+    ("fault", "reason"),
     [
-        ("hang", "a step of the engine took more than", 1.5),
-        ("raise", "a mock failure", 1.0),
-        ("exit", "exited with code 7", 1.0),
+        ("hang", "a step of the engine took more than"),
+        ("raise", "a mock failure"),
+        ("exit", "exited with code 7"),
     ],
 )
-def test_a_step_that_hangs_or_fails_ends_the_engine_and_says_why(fault: str, reason: str, seconds: float) -> None:
+def test_a_step_that_hangs_or_fails_ends_the_engine_and_says_why(fault: str, reason: str) -> None:
+    """At once, where no deadline has to bring it out."""
+
     async def main() -> None:
-        async with running(script("--faults", "--step-seconds", "0.002")) as engine:
+        rules = STRICT if fault == "hang" else QUICK
+        async with running(script("--faults", "--step-seconds", "0.002"), supervision=rules) as engine:
             other = (await open_streams(engine, 1))[0]
             began = time.monotonic()
             await fails(engine.generate("a", PROMPT, params(9, extra_args={"fault": fault, "fault_after": 3})))
             await fails(other)
-            hangs = QUICK.step_deadline if fault == "hang" else 0.0  # it was stretched when the machine was as it was
-            assert time.monotonic() - began < hangs + patient(seconds) and reason in engine.error
+            assert time.monotonic() - began < QUICK.step_deadline and reason in engine.error
             await engine.wait_ready(patient(10))
             await read(engine.generate("b", PROMPT, params(9)))
             assert engine.stats["num_restarts"] == 1
@@ -328,7 +332,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch: pytest.Mon
 
 def test_an_engine_that_hangs_says_where(capfd: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
-        async with running(script("--faults")) as engine:
+        async with running(script("--faults"), supervision=STRICT) as engine:
             await fails(engine.generate("a", PROMPT, params(9, extra_args={"fault": "hang"})))
 
     asyncio.run(main())
@@ -370,11 +374,11 @@ def test_an_engine_of_another_version_is_refused() -> None:
 
 def test_a_front_end_that_stood_still_does_not_blame_the_engine() -> None:
     async def main() -> None:
-        async with running(script("--step-seconds", "0.002")) as engine:
+        async with running(script("--step-seconds", "0.002"), supervision=STRICT) as engine:
             stream = engine.generate("open", PROMPT, params(1000))
             first = (await anext(stream)).outputs[0].token_ids
             for _ in range(2):
-                time.sleep(2 * QUICK.heartbeat_deadline)
+                time.sleep(2 * STRICT.heartbeat_deadline)
                 await asyncio.sleep(0.05)
             assert len(first) + len((await read(stream))[0]) == 1000 and engine.stats["num_restarts"] == 0
 
@@ -411,8 +415,8 @@ def test_the_engine_never_outlives_its_front_end(how: signal.Signals, stopped: b
         if stopped:
             stop(pid)
         front_end.send_signal(how)
-        front_end.wait(patient(5))
-        seconds = wait_until_gone(pid, 2.0)
+        front_end.wait(patient(20))
+        seconds = wait_until_gone(pid, 20)
         print(f"{how.name} of the front end: the engine is gone after {seconds * 1000:.0f} ms")
 
 
@@ -420,11 +424,11 @@ def test_signals_to_the_whole_group_leave_the_engine_to_its_front_end() -> None:
     async def main() -> None:
         async with running(script("--step-seconds", "0.005")) as engine:
             stream = engine.generate("a", PROMPT, params(50))
-            await anext(stream)
+            first = (await anext(stream)).outputs[0].token_ids  # one, or what has come by now
             assert pid_of(engine) is not None
             for number in (signal.SIGINT, signal.SIGTERM):
                 os.kill(pid_of(engine), number)
-            assert len((await read(stream))[0]) == 49
+            assert len(first) + len((await read(stream))[0]) == 50
 
     asyncio.run(main())
 

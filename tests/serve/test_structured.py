@@ -110,7 +110,7 @@ def test_a_child_that_takes_too_long_is_killed_and_replaced() -> None:
         error = await _error(sandbox, _form(grammar=SLOW))
         sandbox._seconds = usual
         assert error is not None and error.code == "schema_too_complex" and "0.05 s" in str(error)
-        assert time.monotonic() - began < patient(1)
+        assert time.monotonic() - began < patient(5)
         assert sandbox.num_killed == 1 and not Path(f"/proc/{child.process.pid}").exists()
         assert await _error(sandbox, _form(grammar=SLOW)) is not None
         assert sandbox.num_killed == 1  # the verdict is kept

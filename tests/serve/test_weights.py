@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine_rig import PROMPT, QUICK, helper, params, read, running, until
+from engine_rig import PROMPT, STRICT, helper, params, read, running, until
 from octavo.frontend.control import WrongStateError
 from octavo.frontend.messages import EngineStats
 from octavo.request.outputs import WeightsSpan, join_spans
@@ -106,7 +106,7 @@ async def _go_silent(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors")
     (tmp_path / "part").mkdir()
     save_file({"model.norm.weight": weights["model.norm.weight"]}, tmp_path / "part" / "model.safetensors")
-    rules = dataclasses.replace(QUICK, step_deadline=QUICK.step_deadline / 2)
+    rules = dataclasses.replace(STRICT, heartbeat_deadline=120, step_deadline=STRICT.step_deadline / 2)
     config = {"backend": "disk", "staging": "none", "session_timeout": 1.5 * rules.step_deadline}
     async with running(supervision=rules, **FIELDS, weight_transfer_config=config) as engine:
         ran = engine.generate("ran", PROMPT, params(max_tokens=200))

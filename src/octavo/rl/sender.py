@@ -40,6 +40,7 @@ from octavo.rl.transport.shm import PREFIX, SharedBuffer
 _BACKENDS = ("local", "disk", "shm", "gloo", "nccl", "ipc")
 _GLOO_AHEAD = 2  # of them, on their way while the next one is gathered
 _GLOO_BYTES = 4 << 20  # of a buffer that is gathered, sent and taken in from a processor's cache
+_WHY_SECONDS = 10.0  # that an engine which has left a group may take to say why
 
 
 class WeightSource:
@@ -391,5 +392,5 @@ class _Beside:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        self._thread.join(None if error is None else 1.0)
+        self._thread.join(None if error is None else _WHY_SECONDS if isinstance(error, WeightTransferError) else 1.0)
         self.check()
