@@ -187,11 +187,12 @@ def test_a_stream_that_is_dropped_within_a_step_is_gone_after_it(shared: tuple[L
 
 def test_closing_in_one_thread_ends_what_others_wait_for(make_llm: Callable[..., LLM]) -> None:
     llm = make_llm()
-    running = threading.Event()
+    running, never = threading.Event(), threading.Event()
 
     def note(number: int) -> None:
-        if number == 3:
+        if number >= 3:
             running.set()
+            never.wait(0.005)  # so that nobody has all tokens before it is closed
 
     with ThreadPoolExecutor(4) as pool, _within_steps(llm, note):
         long = SamplingParams(max_tokens=1500, ignore_eos=True)

@@ -27,7 +27,7 @@ from octavo.frontend.control import WrongStateError
 from octavo.rl import Sender, WeightSource
 from octavo.rl.moves import Moves
 from octavo.rl.plan import Incoming
-from octavo.rl.sender import told
+from octavo.rl.sender import _Beside, told
 from octavo.rl.session import State, WeightConflictError, WeightTransferError, WeightUpdateError
 from octavo.rl.transport import group as group_module
 from octavo.rl.transport.gloo import GlooTransport, make_gloo
@@ -375,6 +375,19 @@ def test_a_sender_hears_a_refusal_while_it_waits_for_its_group(
     sender.send(WeightSource(new), "1")
     assert llm.get_weight_version() == "1"
     sender.close()
+
+
+def test_an_engine_that_has_left_the_group_is_heard_though_it_answers_late() -> None:
+    """RL.W8: it says why; that its connection is closed is all that the group knows."""
+    may_answer = threading.Event()
+
+    def answers_late() -> None:
+        assert may_answer.wait(patient(30))
+        raise WeightUpdateError("it holds NaN")
+
+    with pytest.raises(WeightUpdateError, match="it holds NaN"), _Beside(answers_late):
+        threading.Timer(1.2, may_answer.set).start()
+        raise WeightTransferError("the connection was closed")
 
 
 def test_the_thread_of_waits_holds_no_engine() -> None:

@@ -27,7 +27,7 @@ from patience import patient
 from server_rig import Reply, RunningServer
 
 TINY = find_model("octavo-tiny", None, None)
-FIELDS: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 256}
+FIELDS: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": 2048}
 BODY = {"prompt": list(range(40)), "max_tokens": 12, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
 
 RELOAD = {"method": "reload_weights"}
@@ -150,7 +150,7 @@ async def _next_life(engine: AsyncEngine) -> None:
 
 
 async def _deltas(engine: AsyncEngine, name: str) -> AsyncIterator[int]:
-    async for output in engine.generate(name, PROMPT, params(max_tokens=200)):
+    async for output in engine.generate(name, PROMPT, params(max_tokens=1900)):
         yield len(output.outputs[0].token_ids)
 
 
