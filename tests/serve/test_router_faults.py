@@ -156,7 +156,7 @@ def together(router: Process, count: int) -> list[tuple[int, Any]]:
 
 def soon() -> tuple[str, str]:
     """For routers that are to notice a server that hangs."""
-    return "--health-timeout", str(patient(0.5))
+    return "--health-timeout", str(patient(1.5))
 
 
 def test_D_8_requests_that_wait_for_a_server_which_hangs_are_taken_from_it(routed):
@@ -168,7 +168,7 @@ def test_D_8_requests_that_wait_for_a_server_which_hangs_are_taken_from_it(route
         assert [status for status, _ in answers] == [200] * 8 and hung.asked
         assert [body["text"] for _, body in answers] == [f"{index} of many" for index in range(8)]
         assert time.monotonic() - began < patient(10), "not the 600 s of --timeout"
-        assert router.metric("octavo_router_server_up") == 3
+        until(router, "octavo_router_server_up", 3)
         hung.goes_on.set()
         until(router, "octavo_router_server_up", 4)
 
@@ -260,17 +260,22 @@ def test_D_4_who_takes_over_computes_what_another_may_have_fetched(routed):
     late = threading.Event()
     for fake in second:
         fake.answer = lambda handler, body: decodes(handler, body) if late.is_set() else late.wait()
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(ask(router, "p")))
-    thread.start()
-    deadline = time.monotonic() + patient(20)
-    while not (second[0].asked and second[1].asked):
-        assert time.monotonic() < deadline
-        late.wait(0.01)
-    late.set()
-    thread.join()
-    bodies = [*second[0].asked, *second[1].asked]
-    assert answers[0][0] in (200, 503) and sum("kv_transfer_params" in body for body in bodies) == 1
+    num_offered = 0
+    while not num_offered:  # the prefill server may be late by itself: then nothing is offered
+        late.clear()
+        for fake in second:
+            fake.asked.clear()
+        answers = list[tuple[int, Any]]()
+        thread = threading.Thread(target=lambda: answers.append(ask(router, "p")))  # noqa: B023 - it ends in this round
+        thread.start()
+        deadline = time.monotonic() + patient(20)
+        while not (second[0].asked and second[1].asked):
+            assert time.monotonic() < deadline
+            late.wait(0.01)
+        late.set()
+        thread.join()
+        num_offered = sum("kv_transfer_params" in body for body in [*second[0].asked, *second[1].asked])
+    assert answers[0][0] in (200, 503) and num_offered == 1
     until(router, "octavo_router_server_up", 3)
     assert "is down" not in router.log.read_text()
 
