@@ -212,6 +212,7 @@ def test_S_9_a_drafters_entries_go_with_the_blocks(name: str, tmp_path: Path) ->
         "kv_transfer_config": {
             "kv_connector": "shared_storage",
             "kv_role": "kv_both",
+            "kv_lookup_timeout": 3600,  # each block is found, however late
             "kv_connector_extra_config": config,
         },
     }

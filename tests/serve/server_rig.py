@@ -123,12 +123,12 @@ class RunningServer:
                 pass
             return received
 
-    def wait_ready(self, timeout: float = 60) -> Self:
-        """Until /ready says 200."""
+    def wait_ready(self, timeout: float = 60, path: str = "/ready") -> Self:
+        """Until this says 200: it does not while the engine had no processor for a second or two."""
         began = time.monotonic()
         while time.monotonic() - began < patient(timeout):
             assert self.process.poll() is None, self.stderr()
-            if self.get("/ready").status == 200:
+            if self.get(path).status == 200:
                 return self
             time.sleep(0.05)
         raise AssertionError(f"not ready after {timeout} s; stderr: {self.stderr()}")

@@ -19,7 +19,7 @@ from server_rig import SRC, RunningServer, StartServer
 
 BODY = b'{"model":"octavo-tiny","prompt":"hi","max_tokens":1}'
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+GET = b"GET /version HTTP/1.1\r\nHost: localhost\r\n"
 CLOSE = b"Connection: close\r\n"
 PATH = os.pathsep.join([str(SRC), str(Path(__file__).parent)])
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -128,7 +128,7 @@ def test_wrong_methods(mock_server: RunningServer) -> None:
         reply = mock_server.request(method, "/v1/completions")
         assert (reply.status, reply.headers["allow"]) == (405, "POST")
     assert mock_server.get("/v1/completions").status == 405
-    assert mock_server.request("HEAD", "/health").status == 200
+    assert mock_server.request("HEAD", "/version").status == 200
 
 
 def test_pipelined_requests_are_answered_in_order(mock_server: RunningServer) -> None:
@@ -180,7 +180,7 @@ def test_too_many_connections(start_server: StartServer) -> None:
         for connection in held:
             connection.close()
     began = time.monotonic()
-    while server.get("/health").status != 200:  # the server has yet to see that they are closed
+    while server.get("/version").status != 200:  # the server has yet to see that they are closed
         assert time.monotonic() - began < patient(10)
 
 
@@ -212,7 +212,7 @@ def test_a_browser_may_send_the_headers_of_openais_client(start_server: StartSer
 def still_alive(mock_server: RunningServer) -> object:
     """After all this, nothing was logged as ours and the server answers."""
     yield
-    assert mock_server.get("/health").status == 200
+    mock_server.wait_ready(path="/health")
     assert "Traceback" not in mock_server.stderr()
 
 

@@ -75,7 +75,8 @@ async def kill_rounds(command: list[str] | None, rounds: int) -> None:
             readers = [asyncio.create_task(fails(stream)) for stream in streams]
             await asyncio.sleep(0.02)
             pid = pid_of(engine)
-            assert pid is not None and engine.ready
+            assert pid is not None
+            await until(lambda: engine.ready, 30)
             began = time.monotonic()
             os.kill(pid, signal.SIGKILL)
             worst["not ready"] = max(worst["not ready"], await until(lambda: not engine.ready, 30))

@@ -175,7 +175,7 @@ def test_paths_without_v1_and_with_a_slash(mock_server: RunningServer) -> None:
         assert ask(mock_server, path, messages=HI, max_tokens=1)["object"] == "chat.completion"
     assert ask(mock_server, "/completions", prompt="a", max_tokens=1)["object"] == "text_completion"
     for path in ("/models", "/v1/models/", "/models/octavo-tiny", "/ping", "/health/"):
-        assert mock_server.get(path).status == 200, path
+        mock_server.wait_ready(path=path)
     assert mock_server.post("/ping", {}).status == 200
     for path in ("//", "/v1/models//", "/v1/health", "/v1"):
         assert mock_server.get(path).status == 404, path

@@ -75,7 +75,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 def test_D_4_servers_of_the_pair_that_end_are_started_again_so_often_and_none_outlives_the_router(start):
     router = start("--health-interval", "0.1", "--max-restarts", "1")
     wait_for(lambda: "octavo router: ready" in router.log.read_text(), "both are up")
-    assert router.ask("GET", "/ready")[0] == 200 and router.metric("octavo_router_server_up") == 2
+    router.wait("/ready")
+    until(router, "octavo_router_server_up", 2)
     body = {"prompt": "def add(a, b):", "max_tokens": 4, "temperature": 0}
     expected = router.ask("POST", "/v1/completions", body)[1]["choices"]
     first = servers(router)

@@ -261,7 +261,7 @@ def test_what_a_trainer_reads_before_it_begins(own_server: RunningServer) -> Non
     assert config["model_config"]["dtype"] == "torch.float32" and config["weight_transfer_config"] is not None
     assert own_server.get("/get_world_size?include_dp=false").json() == {"world_size": 1}
     assert own_server.get("/model_info").json()["is_generation"] is True
-    assert own_server.get("/health_generate").status == 200
+    own_server.wait_ready(path="/health_generate")
     assert own_server.post("/flush_cache", None).body == own_server.get("/flush_cache").body == b"Cache flushed.\n"
     assert own_server.get("/get_world_size?" + "&".join(f"a{i}=1" for i in range(100))).status == 200
     assert own_server.post("/pause?" + "&".join(f"a{i}=1" for i in range(100)), None).status == 400

@@ -58,8 +58,8 @@ def test_models(server: RunningServer) -> None:
 
 
 def test_small_routes(server: RunningServer) -> None:
-    assert (server.get("/health").status, server.get("/health").body) == (200, b"")
-    assert server.get("/ready").json() == {"status": "ready"}
+    wait_for(lambda: (server.get("/health").status, server.get("/health").body) == (200, b""))
+    wait_for(lambda: server.get("/ready").json() == {"status": "ready"})
     assert server.get("/version").json() == {"version": octavo.__version__}
     assert server.get("/load").json() == {"server_load": 0}
     assert server.get("/metrics").headers["content-type"].startswith("text/plain")
@@ -196,7 +196,7 @@ def test_a_full_queue_says_when_to_come_back(start_server: StartServer) -> None:
         reply = server.post("/v1/completions", LONG)
         assert (reply.status, reply.json()["error"]["code"]) == (503, "overloaded")
         assert int(reply.headers["retry-after"]) >= 1
-        assert server.get("/health").status == 200
+        server.wait_ready(path="/health")
         some = server.post("/v1/completions", LONG | {"prompt": ["a", "b"]})
         assert some.status == 503 and server.get("/load").json() == {"server_load": 3}
     finally:

@@ -67,7 +67,7 @@ def test_sigterm_ends_a_server_whose_template_does_not_end(start_server: StartSe
     with socket.create_connection((server.host, server.port), timeout=20) as client:
         client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\n" + head + body)
         for _ in range(3):  # what came before has been read by then
-            assert server.get("/health").status == 200
+            server.wait_ready(path="/health")
         assert server.close() == 0
         assert b"draining" in client.recv(65536)
     assert not any(child.is_running() for child in children)
@@ -101,7 +101,7 @@ def test_nobody_waits_while_a_long_text_is_worked_on(start_server: StartServer) 
     for thread in asks:
         thread.start()
     for _ in range(20):
-        assert server.get("/health").status == 200
+        server.wait_ready(path="/health")
         assert server.post("/v1/completions", {"model": "octavo-tiny", "prompt": "a", "max_tokens": 1}).status == 200
     assert not replies
     for child in children:
@@ -128,12 +128,12 @@ def test_what_clients_who_left_have_asked_is_not_worked_on(start_server: StartSe
         clients.append(socket.create_connection((server.host, server.port), timeout=20))
         head = b"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
         clients[-1].sendall(b"POST /v1/chat/completions HTTP/1.1\r\n" + head + body)
-    assert server.get("/health").status == 200
+    server.wait_ready(path="/health")
     for client in clients:
         client.close()
     left = re.compile(rb'http_requests_total\{.*chat/completions".*"4xx"\S* (\d+)')
     while sum(int(count) for count in left.findall(server.get("/metrics").body)) < len(clients):
-        assert server.get("/health").status == 200
+        server.wait_ready(path="/health")
     for child in children:
         child.send_signal(signal.SIGCONT)
     assert chat(server, "a").status == 200 and chat(server, "a " * LONG_TEXT).status == 400

@@ -91,7 +91,7 @@ async def _break_and_repair(tmp_path: Path) -> None:
         await engine.start_weight_update()
         await engine.update_weights({"update_info": {"path": str(tmp_path)}})
         await engine.finish_weight_update()
-        assert engine.ready
+        await until(lambda: engine.ready, 30)
         tokens, _ = await asyncio.wait_for(read(engine.generate("b", PROMPT, params(max_tokens=2))), patient(30))
         assert len(tokens) == 2
 
