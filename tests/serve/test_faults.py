@@ -133,15 +133,9 @@ def test_a_stopped_engine_is_replaced() -> None:
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [
-        ("hang", "a step of the engine took more than"),
-        ("raise", "a mock failure"),
-        ("exit", "exited with code 7"),
-    ],
+    [("hang", "a step of the engine took more than"), ("raise", "a mock failure"), ("exit", "exited with code 7")],
 )
 def test_a_step_that_hangs_or_fails_ends_the_engine_and_says_why(fault: str, reason: str) -> None:
-    """At once, where no deadline has to bring it out."""
-
     async def main() -> None:
         rules = STRICT if fault == "hang" else QUICK
         async with running(script("--faults", "--step-seconds", "0.002"), supervision=rules) as engine:
