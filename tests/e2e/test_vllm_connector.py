@@ -49,10 +49,17 @@ def settle(llm: LLM) -> Any:
     return llm.engine.scheduler.stats()
 
 
+@pytest.fixture
+def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None goes on beside the steps, since its thread had no processor: what is computed meanwhile is not saved."""
+    monkeypatch.setattr("octavo.kv_connector.guard._AT_ONCE", 30.0)
+
+
 SPLIT = {"block_size": 16, "attention_config": {"kernel_block_size": 8}}
 
 
 @pytest.mark.parametrize("layout", ["LBNHC", "BLHNC", "LBNHC split", "BLNHC split"])
+@pytest.mark.usefixtures("looks_at_once")
 def test_C_14_a_subclass_of_vllms_base_saves_loads_and_answers(layout, theirs, make_llm: Make):
     """Blocks that are split for the attention kernel are shown whole where a token's heads lie together."""
     fields = {"max_model_len": 512, "kv_cache_layout": layout.split()[0], **(SPLIT if "split" in layout else {})}
@@ -86,6 +93,7 @@ METHODS = ("on_new_request", "get_num_new_matched_tokens", "update_state_after_a
 @pytest.mark.parametrize(
     "method", [*METHODS, "request_finished", "reset_cache", "shutdown", "start_load_kv", "get_finished"]
 )
+@pytest.mark.usefixtures("looks_at_once")
 def test_what_its_methods_raise_stays_with_it(method: str, theirs, make_llm: Make, monkeypatch, caplog):
     def fails(*_: object, **__: object) -> Any:
         raise RuntimeError(f"no {method}")
