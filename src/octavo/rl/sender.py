@@ -26,7 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from octavo.ops.copying import copy_alone
 from octavo.rl.plan import DTYPES, Incoming, pattern_of
-from octavo.rl.session import WeightUpdateError, check_version
+from octavo.rl.session import WeightTransferError, WeightUpdateError, check_version
 from octavo.rl.transport import BUFFER_BYTES, TIMEOUT, buffers
 from octavo.rl.transport.extent import Rooms
 from octavo.rl.transport.gloo import make_gloo
