@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from octavo.config.kv_transfer import EXTRA, read_kv_transfer
-from octavo.kv_connector.guard import Troubles
+from octavo.kv_connector import LATER, SilentConnector
+from octavo.kv_connector.guard import Guarded, Troubles
 from octavo.kv_connector.multi import Multi
 
 
@@ -39,3 +44,35 @@ def test_the_children_of_a_multi_take_as_long_as_it_says():
     host = {"kv_connector": "host", "kv_role": "kv_both", EXTRA: {"cpu_bytes_to_use": "4M"}}
     given = {"kv_connector": "multi", "kv_role": "kv_both", "kv_transfer_timeout": 7, EXTRA: {"connectors": [host]}}
     assert [child.timeout for child in Multi(read_kv_transfer(given))._transfers] == [7.0]
+
+
+def test_C_8_a_look_up_that_ends_while_another_request_asks_is_no_answer_to_it(monkeypatch: pytest.MonkeyPatch):
+    """It would be told of tokens that the store has of another prompt, and read blocks that nobody has filled."""
+    gate, inner = threading.Event(), SilentConnector()
+    requests: dict[str, Any] = {name: SimpleNamespace(request_id=name) for name in ("has 64", "has none")}
+
+    def finds(request: Any, num_local: int) -> int:
+        assert gate.wait(60)
+        return 64 if request.request_id == "has 64" else 0
+
+    inner.match = finds  # type: ignore[method-assign]
+    guarded = Guarded(inner, "somebody's", lookup=60.0)
+    assert guarded.match(requests["has 64"], 0) is LATER
+    looking: Any = guarded._looking
+    ends, num_looks = looking.ends, 0
+
+    def ends_behind_the_first_look(seconds: float = 0.0) -> bool:
+        nonlocal num_looks
+        num_looks += 1
+        if num_looks == 1:
+            return False
+        gate.set()
+        return bool(ends(60.0))
+
+    monkeypatch.setattr(looking, "ends", ends_behind_the_first_look)
+    assert guarded.match(requests["has none"], 0) in (LATER, 0)
+    gate.set()
+    for name, count in (("has 64", 64), ("has none", 0)):
+        while (found := guarded.match(requests[name], 0)) is LATER:
+            guarded.wait(0.01)
+        assert found == count

@@ -225,13 +225,15 @@ class Guarded:
         """See Connector."""
         if self._at_once:
             return self._match(request, num_local)
-        if self._is_back() and not self._has_come(request, num_local):
+        is_back = self._is_back()  # one look: what ends behind it may be another request's
+        if is_back and not self._has_come(request, num_local):
             until = time.monotonic() + self._lookup
             find = functools.partial(self._match, request, num_local)
             self._looking = _Lookup(request.request_id, num_local, find, until)
             self._run(self._looking.run)
             self._looking.ends(min(_AT_ONCE, self._lookup))
-        if self._is_back() and self._came is not None:
+            is_back = self._is_back()
+        if is_back and self._came is not None:
             came, self._came = self._came, None
             return came.found
         assert self._looking is not None, "a look-up goes on, or has ended"
