@@ -388,7 +388,7 @@ def test_N_3_sides_that_move_bytes_in_other_ways_are_refused_by_both_names(make_
     told = prefill(first, PROMPTS[:1])[0]
     for hello, said in [
         (Hello(way="gloo", cache=msgspec.Raw(b"\x80")), "its blocks go by another, yours come by gloo"),
-        (Hello(protocol=1, way="another", cache=msgspec.Raw(b"\x80")), "speaks protocol 4 of octavo's, you speak 1"),
+        (Hello(protocol=1, way="another", cache=msgspec.Raw(b"\x80")), "speaks protocol 5 of octavo's, you speak 1"),
     ]:
         address = told["remote_host"], told["remote_port"]
         with stepping(first), contextlib.closing(socket.create_connection(address)) as sock:

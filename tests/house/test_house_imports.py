@@ -53,6 +53,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "ops.copying",
             "ops.mapped",
             "ops.windows",
+            "process_groups",
             "rl.transport.gloo",
             "rl.transport.group",
             "rl.transport.nccl",
@@ -108,7 +109,11 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     # a trainer's end: the same rules, buffers and groups, and no engine; copies that no other thread is waited for in
     # it writes the files that the other end reads
     "rl.sender": ({"rl.session", "rl.plan", "rl.transport", "ops.copying"}, {"torch", "safetensors"}),
-    "rl.transport": ({"words", "rl.session", "rl.plan", "checkpoint", "ops.captures"}, {"torch"}),
+    "rl.transport": (
+        {"words", "rl.session", "rl.plan", "checkpoint", "ops.captures", "process_groups"},
+        {"torch"},
+    ),
+    "process_groups": (set(), set()),  # of torch's, by what they do
     "worker.executor": ({"words"}, {"msgspec"}),  # all that an engine's loop knows of workers, and without torch
     "worker.facts": ({"words", "cache"}, {"msgspec"}),
     "worker": (

@@ -283,12 +283,12 @@ def test_the_answer_is_heard_while_blocks_come_and_what_it_says_counts_behind_th
 
     hear = Fetches._hear
 
-    def noted(self: Fetches, pair: Pair) -> Told:
+    def noted(pair: Pair, num_asked: int) -> Told:
         heard.append("told")
-        return hear(self, pair)
+        return hear(pair, num_asked)
 
     monkeypatch.setattr(MappedMemory, "order", order)
-    monkeypatch.setattr(Fetches, "_hear", noted)
+    monkeypatch.setattr(Fetches, "_hear", staticmethod(noted))
     sides.offer(5, [3, 11, 12])
     sides.load(5, 5, blocks=[3, 11, 12])
     assert not sides.loaded().failed and sides.holds([3, 11, 12]) and heard == ["told", "copied"]

@@ -373,7 +373,7 @@ import atexit, ctypes
 library = ctypes.CDLL("libstdc++.so.6")
 atexit.register(lambda: library._ZSt9terminatev())  # runs behind what is registered below
 
-from octavo.rl.transport import thrown
+from octavo.process_groups import thrown
 
 assert thrown.catch()
 thrown._kind = None  # whoever enters Python now fails there

@@ -60,6 +60,19 @@ class CacheDescription(msgspec.Struct, frozen=True, kw_only=True):
 NO_DESCRIPTION = CacheDescription(layout="LBNHC", block_bytes=0, groups=[], facts={})  # of a cache that is not told of
 
 
+_MOST = (1 << 31) - 1
+_LEAST = {
+    "block_size": 1,
+    "tokens_per_state": 1,
+    "window": 0,
+    "chunk": 0,
+    "first_head": 0,
+    "num_heads": 1,
+    "total_heads": 1,
+    "head_bytes": 1,
+}
+
+
 def heads_of_rank(total_heads: int, rank: int, num_ranks: int) -> tuple[int, int]:
     """First and number of the KV heads of a tensor-parallel rank: one that others have too where there are too few."""
     if total_heads >= num_ranks:
@@ -125,6 +138,47 @@ def differences(theirs: CacheDescription, own: CacheDescription) -> list[str]:
         limit = "and what layers keep as states passes only where these are equal"
         found.append(f"its cache is {_shown(theirs)}, yours {_shown(own)}, {limit}")
     return found
+
+
+def flaws(cache: CacheDescription) -> list[str]:
+    """What of a description that a peer tells can be true of no cache; empty: nothing."""
+    found = []
+    if sorted(cache.layout) != sorted(NO_DESCRIPTION.layout):
+        found.append(f"its layout is {cache.layout[:20]!r}")
+    if not 0 <= cache.rank < cache.num_ranks:
+        found.append(f"its rank is {cache.rank} of {cache.num_ranks}")
+    if not cache.groups:
+        found.append("its cache has no group of layers")
+    for number, group in enumerate(cache.groups):
+        for name, low in _LEAST.items():
+            value = getattr(group, name)
+            if not low <= value <= _MOST:
+                found.append(f"its {name} of group {number} is {value}: must be from {low} to {_MOST}")
+        if found:
+            return found
+        if group.block_size % group.tokens_per_state:
+            found.append(f"its block_size of group {number} is {group.block_size}, of {group.tokens_per_state} a state")
+        if group.first_head + group.num_heads > group.total_heads:
+            found.append(f"its heads of group {number} end beyond its {group.total_heads}")
+        found += _flaws_of_layers(cache, group, number)
+    return found
+
+
+def _flaws_of_layers(cache: CacheDescription, group: GroupDescription, number: int) -> list[str]:
+    """Of the pages of a block."""
+    if not group.layers or len(set(group.layers)) < len(group.layers):
+        return [f"its layers of group {number} are none, or one stands there twice"]
+    kernels = group.kernel_block_sizes
+    if (
+        len(kernels) != len(group.layers)
+        or min(kernels) < 0
+        or any(size and group.block_size % size for size in kernels)
+    ):
+        return [f"its kernel_block_sizes of group {number} do not divide its block_size, {group.block_size}"]
+    pages = len(group.layers) * group.page_bytes
+    if not group.parts and not pages <= cache.block_bytes <= _MOST:
+        return [f"its block_bytes are {cache.block_bytes}, and group {number} has {pages} in a block"]
+    return []
 
 
 def _shown(cache: CacheDescription) -> str:

@@ -137,11 +137,12 @@ def copy(
     sources: tuple[Sequence[Place], Bytes],
     targets: tuple[Sequence[Place], Bytes],
     tokens: Tokens,
-) -> None:
-    """Copy what `parts` say of `tokens` from the rows of a peer's blocks to rows of one's own.
+) -> int:
+    """Copy what `parts` say of `tokens` from the rows of a peer's blocks to rows of one's own: how many bytes.
 
     sources, targets: which blocks, and the row of each. Tokens of which no block is there are left out.
     """
+    count = 0
     for part in parts:
         giver, taker = peer.groups[part.source], own.groups[part.target]
         rows = {place: row for row, (group, place) in enumerate(sources[0]) if group == part.source}
@@ -159,6 +160,20 @@ def copy(
                     _view(targets[1], target, pages[1], cells.size)[cells.target_row, cells.target] = _view(
                         sources[1], source, pages[0], cells.size
                     )[cells.source_row, cells.source]
+                count += len(own_slots) * len(cells.source) * cells.size
+    return count
+
+
+def num_bytes(own: CacheDescription, targets: Sequence[Place], tokens: Tokens) -> int:
+    """Of `tokens` in these blocks, with all heads and layers that `own` holds."""
+    count = 0
+    for index, place in targets:
+        group = own.groups[index]
+        start, end = span(group, place, tokens)
+        per = group.tokens_per_state
+        num_states = max(-(-end // per) - start // per, 0)
+        count += num_states * len(group.layers) * group.num_heads * group.head_bytes
+    return count
 
 
 class _States(NamedTuple):

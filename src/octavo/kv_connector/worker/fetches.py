@@ -2,7 +2,8 @@
 
 Owns the connections, what is asked of which rank, and what is done with what comes: blocks that mean the same on both
 sides are taken as they are, others go by rows through host memory (`peers.mapping`), a batch of blocks at a time. Knows
-no library that moves bytes. Invariant: a row is written whole, with zeros where nothing came.
+no library that moves bytes. Invariants: a row is written whole, with zeros behind the last token alone, unless what it
+lacks is said; nothing is asked of a peer whose description of its cache does not fit; all waits of a load have one end.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import socket
 import threading
 import time
@@ -21,7 +23,7 @@ import msgspec
 import torch
 
 from octavo.kv_connector.orders import Report
-from octavo.kv_connector.peers.description import CacheDescription, has_same_rows
+from octavo.kv_connector.peers.description import CacheDescription, differences, flaws, has_same_rows
 from octavo.kv_connector.peers.mapping import (
     Part,
     Place,
@@ -31,6 +33,7 @@ from octavo.kv_connector.peers.mapping import (
     divide,
     first_read,
     needed_places,
+    num_bytes,
     span,
 )
 from octavo.kv_connector.peers.offers import Wanted
@@ -54,6 +57,7 @@ from octavo.kv_connector.worker.pair import (
 
 _LOG = logging.getLogger(__name__)
 Address = tuple[str, int]
+MAX_DIFFERENCES = 3  # that are said
 _T = TypeVar("_T")
 
 
@@ -88,7 +92,7 @@ class Fetches:
     num_evicted = 0
 
     def __init__(self, cache: CacheBytes, timeout: float, way: Way) -> None:
-        """timeout: seconds that a peer may take for anything."""
+        """timeout: seconds that a load may take, all that its peers do together."""
         self._cache, self._own, self._timeout, self._way = cache, cache.description, timeout, way
         self._lock = threading.Lock()
         self._idle: dict[Address, list[Pair]] = {}
@@ -111,11 +115,12 @@ class Fetches:
         pair = self._take_idle(wanted.addresses[0], wanted.engine_id)
         if pair is None:
             return None
+        job.until = time.monotonic() + self._timeout
         try:
             if pair.region is None or not pair.is_alike or not pair.settle_now():
                 self._keep(wanted.addresses[0], pair)
                 return None
-            pair.begin()
+            _begin(pair, job)
             ahead = self._read_ahead(_Fetch(job, wanted, [pair]), 0)
         except Exception as error:  # of a peer or a driver: the load begins anew, and says it
             _LOG.debug("a load is begun once more: %s", error)
@@ -125,12 +130,14 @@ class Fetches:
         return Begun(functools.partial(self._handle, job, wanted, [pair], ahead, is_asked=True), pair.close)
 
     def _keep(self, address: Address, pair: Pair) -> None:
+        pair.until = math.inf
         with self._lock:
             self._idle.setdefault(address, []).append(pair)
 
     def handle(self, job: Job) -> Report:
         """See Handler. Raises TransferError, OSError, EOFError."""
         wanted = _wanted(job)
+        job.until = time.monotonic() + self._timeout
         kept = [self._take_idle(address, wanted.engine_id) for address in wanted.addresses]
         return self._handle(job, wanted, kept)
 
@@ -141,7 +148,7 @@ class Fetches:
         try:
             return self._fetch(job, wanted, kept, ahead, is_asked=is_asked)
         except (OSError, EOFError) as error:
-            if isinstance(error, TimeoutError) or not any(kept):
+            if isinstance(error, TimeoutError) or not any(kept) or job.is_cancelled:
                 raise
         # a peer was started anew: once more, over new connections
         return self._fetch(job, wanted, [None] * len(kept), NOT_AHEAD, is_asked=False)
@@ -158,13 +165,14 @@ class Fetches:
             ordered: list[Pair] = []
             for address, pair in zip(wanted.addresses, kept, strict=True):
                 if pair is None:
-                    pairs.append(pair := self._connect(address, wanted.engine_id))
+                    pairs.append(pair := self._connect(job, address, wanted.engine_id))
                 if not is_asked:
-                    self._settle(pair)
+                    self._settle(pair, job)
                 ordered.append(pair)
             fetch = _Fetch(job, wanted, ordered)
             partial = self._move(fetch, ahead if is_asked else None)
             self._end(fetch)
+            job.waits_no_more()
         except BaseException:
             for pair in pairs:
                 pair.close()
@@ -175,9 +183,9 @@ class Fetches:
         return Report(number=job.order.number, partial=partial)
 
     @staticmethod
-    def _settle(pair: Pair) -> None:
+    def _settle(pair: Pair, job: Job) -> None:
         """Begin a fetch over a connection, behind the one before."""
-        pair.begin()
+        _begin(pair, job)
         pair.settle()
         # Before anything is read of a peer that is gone: UCX, beneath NIXL, may end this process then. One that goes
         # between this look and the read, or while blocks come, is not to be seen from here: no look is late enough, for
@@ -202,14 +210,18 @@ class Fetches:
             if _LOG.isEnabledFor(logging.DEBUG):
                 _LOG.debug("%d blocks of %s: ms: %s", len(fetch.job.order.blocks), pair.peer, pair.marked())
 
-    def _connect(self, address: Address, engine_id: str) -> Pair:
+    def _connect(self, job: Job, address: Address, engine_id: str) -> Pair:
         """Raises TransferError for a peer that cannot be reached, is another engine, or has another cache."""
         self._drop_gone()
         try:
-            pair = Pair(socket.create_connection(address, self._timeout), self._timeout)
+            left = job.until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{self._timeout:g} s were over (kv_transfer_timeout)")
+            pair = Pair(socket.create_connection(address, left), self._timeout)
         except OSError as error:
             raise TransferError(f"{address[0]}:{address[1]} cannot be reached: {error}") from None
         try:
+            _begin(pair, job)
             pair.send(Hello(way=self._way.name, cache=msgspec.Raw(msgspec.msgpack.encode(self._own))))
             welcome = pair.receive(Welcome)
             if welcome.engine_id and engine_id not in ("", welcome.engine_id):
@@ -218,12 +230,19 @@ class Fetches:
                 raise TransferError(f"{there}, and {wanted}, which was started anew or is elsewhere")
             if welcome.refused:
                 raise UnlikeError(f"{pair.peer}: {welcome.refused}")
+            self._check(pair, welcome.cache)
         except BaseException:
             pair.close()
             raise
         pair.theirs, pair.engine_id = welcome.cache, welcome.engine_id
         pair.is_alike = has_same_rows(pair.theirs, self._own)
         return pair
+
+    def _check(self, pair: Pair, theirs: CacheDescription) -> None:
+        """What a peer says of its cache, by which its bytes are asked for and laid. Raises UnlikeError."""
+        wrong = flaws(theirs) or differences(theirs, self._own)
+        if wrong:
+            raise UnlikeError(f"{pair.peer}: {'; '.join(wrong[:MAX_DIFFERENCES])}")
 
     def _drop_gone(self) -> None:
         """Let go of peers that have closed their connections: one that is started anew listens elsewhere."""
@@ -275,13 +294,16 @@ class Fetches:
         pair.leased_until = time.monotonic()
         pair.mark("asked")  # behind the order of what is read ahead
 
-    def _hear(self, pair: Pair) -> Told:
-        """Its answer. Raises TransferError for no."""
+    @staticmethod
+    def _hear(pair: Pair, num_asked: int) -> Told:
+        """Its answer to so many blocks. Raises TransferError for no."""
         told: Told = pair.receive(Told)
         pair.leased_until += told.lease  # which begins there later than this side asked
         pair.mark("told")
         if told.refused:
             raise (UnlikeError if told.is_unlike else TransferError)(f"{pair.peer}: {told.refused}")
+        if told.lacking and not 0 <= min(told.lacking) <= max(told.lacking) < num_asked:
+            raise TransferError(f"{pair.peer} lacks blocks {told.lacking[:4]} of {num_asked} that it was asked for")
         return told
 
     def _pieces(self, blocks: Sequence[_T]) -> list[Sequence[_T]]:
@@ -307,7 +329,8 @@ class Fetches:
 
     def _take_as_they_are(self, fetch: _Fetch, giver: int, ahead: Ahead | None) -> None:
         ahead = ahead or self._read_ahead(fetch, giver)
-        answers = _Answers(fetch.pairs, self._hear)
+        num_asked = [len(fetch.wanted.places) if number == giver else 0 for number in range(len(fetch.pairs))]
+        answers = _Answers(list(zip(fetch.pairs, num_asked, strict=True)), self._hear)
         ahead.wait(answers.look)
         if ahead.told:
             fetch.pairs[giver].mark("copied")
@@ -325,8 +348,8 @@ class Fetches:
         for number, parts in enumerate(divided):
             pieces = [batch.sources[number] for batch in steps if batch.sources[number]]
             self._ask(fetch, number, pieces)
-            told = self._hear(fetch.pairs[number])
             asked = [place for piece in pieces for place in piece]
+            told = self._hear(fetch.pairs[number], len(asked))
             lacking = {asked[index] for index in told.lacking}
             for place in lacking:
                 partial |= self._spoilt(fetch, number, parts, place)
@@ -340,7 +363,7 @@ class Fetches:
             for stream in streams:
                 ends.enter_context(contextlib.closing(stream))
             for batch in steps:
-                self._fill(fetch, divided, batch, streams)
+                self._fill(fetch, divided, batch, streams, partial)
         return sorted(partial)
 
     def _batches(self, fetch: _Fetch, divided: Sequence[Sequence[Part]]) -> Iterator[_Batch]:
@@ -356,15 +379,22 @@ class Fetches:
             yield _Batch(tokens, own, sources)
 
     def _fill(
-        self, fetch: _Fetch, divided: Sequence[Sequence[Part]], batch: _Batch, streams: Sequence[Iterator[torch.Tensor]]
+        self,
+        fetch: _Fetch,
+        divided: Sequence[Sequence[Part]],
+        batch: _Batch,
+        streams: Sequence[Iterator[torch.Tensor]],
+        partial: set[int],
     ) -> None:
+        """partial: blocks of which something may lack."""
         targets = fetch.targets(batch.targets)
         memory = self._cache.host_memory(len(targets), self._cache.block_bytes)
         rows = memory.numpy()
         rows.fill(0)
+        came = 0
         for peer, parts, places, stream in zip(fetch.peers, divided, batch.sources, streams, strict=True):
             if places:
-                copy(
+                came += copy(
                     peer,
                     self._own,
                     parts,
@@ -373,6 +403,11 @@ class Fetches:
                     batch.tokens,
                 )
         blocks = [fetch.job.order.blocks[number] for number in batch.targets]
+        whole = [place for place, block in zip(targets, blocks, strict=True) if block not in partial]
+        due = num_bytes(self._own, whole, batch.tokens)
+        if came < due:
+            names = ", ".join(pair.peer for pair in fetch.pairs)
+            raise TransferError(f"{names} gave {came} of {due} bytes of transfer {fetch.wanted.transfer_id!r}")
         with fetch.job.touching():
             self._cache.write(blocks, list(memory))
 
@@ -395,17 +430,17 @@ class Fetches:
 class _Answers:
     """What the ranks of a peer say when they are asked, in their order. It is heard while blocks come, if it can be."""
 
-    def __init__(self, pairs: Sequence[Pair], hear: Callable[[Pair], Told]) -> None:
-        """Nobody has been heard."""
-        self._due, self._hear = list(pairs), hear
+    def __init__(self, asked: Sequence[tuple[Pair, int]], hear: Callable[[Pair, int], Told]) -> None:
+        """Nobody has been heard. asked: for how many blocks."""
+        self._due, self._hear = list(asked), hear
         self._heard: list[Told] = []
         self._error: Exception | None = None
 
     def look(self) -> None:
         """Hear who says something. Raises nothing."""
         try:
-            if self._due and self._error is None and self._due[0].has_message:
-                self._heard.append(self._hear(self._due.pop(0)))
+            if self._due and self._error is None and self._due[0][0].has_message:
+                self._heard.append(self._hear(*self._due.pop(0)))
         except Exception as error:  # blocks still come
             self._error = error
         yield_interpreter()
@@ -415,7 +450,7 @@ class _Answers:
         if self._error is not None:
             raise self._error
         while self._due:
-            self._heard.append(self._hear(self._due.pop(0)))
+            self._heard.append(self._hear(*self._due.pop(0)))
         return self._heard
 
 
@@ -423,6 +458,13 @@ def _wanted(job: Job) -> Wanted:
     wanted = job.order.wanted
     assert wanted is not None, "a load says where it is"
     return wanted
+
+
+def _begin(pair: Pair, job: Job) -> None:
+    """A load begins over a connection. Raises Cancelled."""
+    pair.begin()
+    pair.until = job.until
+    job.waits_by(pair.cut)
 
 
 def _pay(pairs: Sequence[Pair]) -> None:

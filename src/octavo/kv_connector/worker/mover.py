@@ -1,23 +1,24 @@
 """Mover: orders that threads work off, for connectors whose bytes go through host memory.
 
-Owns the threads, the states of orders and the figures. What is done with an order is a Handler's. Invariant: an order
+Owns the states of orders and the figures. What is done with an order is a Handler's. Invariant: an order
 whose cancellation was granted touches the cache no more, which it does only within `Job.touching`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from octavo.config.kv_transfer import DEFAULT_TIMEOUT
 from octavo.kv_connector import ConnectorStats
 from octavo.kv_connector.guard import Troubles, describe, ends_within
 from octavo.kv_connector.orders import Order, Report
+from octavo.kv_connector.worker.turns import Turns
 from octavo.ops.arrivals import NO_ARRIVALS, Arrivals
 
 _LOG = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class Job:
         self.begun: Begun | None = None  # what is left of a load that is under way
         self.afterwards: Callable[[], object] = bool  # what is due once it is reported; raises nothing
         self._awaited: threading.Event | None = None  # set when it is under way
+        self._cuts: list[Callable[[], object]] = []  # what ends the waits of whoever works it off; none raises
+        self.until = 0.0  # on the monotonic clock, once it is worked off: all of its waits together
 
     def touch(self) -> None:
         """Blocks of the order are read or written from now on, until `leave`. Raises Cancelled."""
@@ -83,11 +86,33 @@ class Job:
         if self._awaited is not None:
             self._awaited.set()
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody wants it any more."""
+        return self._is_cancelled
+
+    def waits_by(self, cut: Callable[[], object]) -> None:
+        """Who works it off may wait from now on: `cut` ends that, where it is cancelled. Raises Cancelled."""
+        with self._lock:
+            if self._is_cancelled:
+                raise Cancelled
+            self._cuts.append(cut)
+
+    def waits_no_more(self) -> None:
+        """Whoever works it off has nothing to wait for. Raises Cancelled."""
+        with self._lock:
+            if self._is_cancelled:
+                raise Cancelled
+            self._cuts = []
+
     def cancel(self) -> bool:
         """Whether it touches no block from now on. False: it does at this moment, or has ended."""
         with self._lock:
             self._is_cancelled |= not self._is_done and not self._num_touching
-            return self._is_cancelled
+            cuts, self._cuts = (self._cuts, []) if self._is_cancelled else ([], self._cuts)
+        for cut in cuts:
+            cut()
+        return self._is_cancelled
 
     def finish(self) -> bool:
         """Whether it is to be reported."""
@@ -125,6 +150,10 @@ def _start_nothing(job: Job) -> Begun | None:
     return None
 
 
+def _no_lane(order: Order) -> Hashable:
+    return None
+
+
 class Mover:
     """See WorkerConnector. Loads and saves have threads of their own, so that neither waits for the other."""
 
@@ -139,43 +168,42 @@ class Mover:
         bring: Callable[[Order], Arrivals | None] = _bring_nothing,
         gives_way: float = 0.0,
         start: Callable[[Job], Begun | None] = _start_nothing,
+        lane: Callable[[Order], Hashable] = _no_lane,
     ) -> None:
-        """num_threads: of each direction. timeout: seconds that `close` waits for an order. troubles: of the connector.
+        """num_threads: of each direction, and lane. lane: of a load; loads of different ones wait for no other's.
 
-        What the handler raises is told there. bring: see `CacheBytes.bring`, of a load that is ordered by who calls.
-        gives_way: seconds that who begins a load leaves the interpreter to its thread, until it is under way. start:
-        of a load, by who begins it; what is left for its thread.
+        timeout: seconds that `close` waits for an order. troubles: of the connector, where what the handler raises is
+        told. bring: see `CacheBytes.bring`, of a load that is ordered by who calls. gives_way: seconds that who begins
+        a load leaves the interpreter to its thread, until it is under way. start: of a load, by who begins it; what is
+        left for its thread.
         """
         self._handler, self._block_bytes, self._timeout = handler, block_bytes, timeout
         self.troubles = troubles or Troubles(type(handler).__name__)
         self._since: dict[str, float] = {}  # thread that works off an order -> since when
-        self._queues: dict[bool, queue.SimpleQueue[Job | None]] = {way: queue.SimpleQueue() for way in (False, True)}
         self._jobs: dict[int, Job] = {}
-        self._num_threads, self._gives_way, self._start = num_threads, gives_way, start
+        self._gives_way, self._start, self._lane = gives_way, start, lane
         self._bring, self._brought = bring, dict[int, tuple[Order, Arrivals, float]]()  # loads; what they took here
         self._ended: list[Report] = []
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._blocks, self._seconds = {True: 0, False: 0}, {True: _Busy(), False: _Busy()}
-        self._threads = [
-            threading.Thread(target=self._work, args=(way, name), name=name, daemon=True)
+        self._turns = {
+            way: Turns(functools.partial(self._work, way), f"octavo-kv-{'load' if way else 'save'}", num_threads)
             for way in (False, True)
-            for name in [f"octavo-kv-{'load' if way else 'save'}-{place}" for place in range(num_threads)]
-        ]
-        for thread in self._threads:
-            thread.start()
+        }
 
     def begin(self, order: Order) -> None:
         """See WorkerConnector."""
         job = self._jobs[order.number] = Job(order)
+        turns, lane = self._turns[order.is_load], self._lane(order) if order.is_load else None
         with self._lock:
             self._seconds[order.is_load].begin()
-            has_thread = self._seconds[order.is_load].num <= self._num_threads
+        has_thread = turns.has_thread(lane)
         if order.is_load and has_thread:
             job.begun = self._start(job)
         gives_way = order.is_load and has_thread and job.begun is None and self._gives_way > 0
         awaited = job.await_way() if gives_way else None
-        self._queues[order.is_load].put(job)
+        turns.put(lane, job)
         if awaited is not None:
             awaited.wait(self._gives_way)
 
@@ -258,11 +286,9 @@ class Mover:
         """See WorkerConnector. What has begun is ended, but for what takes longer than a transfer may."""
         for number in list(self._brought):
             self.cancel(number)
-        for line in self._queues.values():
-            for _ in range(len(self._threads) // len(self._queues)):
-                line.put(None)
+        threads = [thread for turns in self._turns.values() for thread in turns.close()]
         until = time.monotonic() + self._timeout
-        hanging = [thread for thread in self._threads if not self._ends(thread, until)]
+        hanging = [thread for thread in threads if not self._ends(thread, until)]
         if hanging:
             for job in list(self._jobs.values()):
                 job.cancel()
@@ -286,37 +312,45 @@ class Mover:
             thread.join(max(left, 0))
         return True
 
-    def _work(self, is_load: bool, name: str) -> None:
-        while (job := self._queues[is_load].get()) is not None:
-            order = job.order
-            self._since[name] = time.monotonic()
-            try:
-                with job.touching():  # one that was cancelled while it waited for a thread keeps none
-                    pass
-                report = job.begun.rest() if job.begun else self._handler.handle(job)
-            except Cancelled:
-                if job.begun:
-                    job.begun.drop()
-                with self._lock:
-                    self._seconds[is_load].end()
-                continue
-            except BaseException as error:  # of a disk, a peer or a library, which may exit: this order's alone
-                way = "load" if is_load else "save"
-                text = f"a {way} of {len(order.blocks)} blocks failed: {describe(error)}"
-                self.troubles.tell(f"{way} {type(error).__name__} {error}", text)
-                refusal = str(error) if isinstance(error, RefusedError) else ""
-                report = Report(number=order.number, failed=order.blocks, refusal=refusal)
-            finally:
-                del self._since[name]
-                job.is_under_way()
-            is_wanted = job.finish()
-            with self._lock:
-                self._seconds[is_load].end()
-                if is_wanted:
-                    self._ended.append(report)
-                    self._blocks[is_load] += len(order.blocks) - len(report.failed) - len(report.missed)
-                    self._changed.set()
-            job.afterwards()
+    def _work(self, is_load: bool, job: Job) -> None:
+        order, name = job.order, threading.current_thread().name
+        self._since[name] = time.monotonic()
+        try:
+            with job.touching():  # one that was cancelled while it waited for a thread keeps none
+                pass
+            report = job.begun.rest() if job.begun else self._handler.handle(job)
+        except Cancelled:
+            self._drop(job)
+            return
+        except BaseException as error:  # of a disk, a peer or a library, which may exit: this order's alone
+            if job.is_cancelled:  # what it waited for was cut
+                self._drop(job)
+                return
+            report = self._failed(order, error)
+        finally:
+            del self._since[name]
+            job.is_under_way()
+        is_wanted = job.finish()
+        with self._lock:
+            self._seconds[is_load].end()
+            if is_wanted:
+                self._ended.append(report)
+                self._blocks[is_load] += len(order.blocks) - len(report.failed) - len(report.missed)
+                self._changed.set()
+        job.afterwards()
+
+    def _drop(self, job: Job) -> None:
+        if job.begun:
+            job.begun.drop()
+        with self._lock:
+            self._seconds[job.order.is_load].end()
+
+    def _failed(self, order: Order, error: BaseException) -> Report:
+        way = "load" if order.is_load else "save"
+        text = f"a {way} of {len(order.blocks)} blocks failed: {describe(error)}"
+        self.troubles.tell(f"{way} {type(error).__name__} {error}", text)
+        refusal = str(error) if isinstance(error, RefusedError) else ""
+        return Report(number=order.number, failed=order.blocks, refusal=refusal)
 
 
 class _Busy:

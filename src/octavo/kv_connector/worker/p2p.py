@@ -30,7 +30,7 @@ from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescripti
 from octavo.kv_connector.peers.offers import Wanted
 from octavo.kv_connector.worker import NO_WORKER_CONNECTOR
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
-from octavo.kv_connector.worker.fetches import Fetches
+from octavo.kv_connector.worker.fetches import MAX_DIFFERENCES, Fetches
 from octavo.kv_connector.worker.mover import Job, Mover
 from octavo.kv_connector.worker.pair import PROTOCOL, Ask, Done, Hello, Pair, Told, TransferError, Way, Welcome
 from octavo.kv_connector.worker.releases import Releases
@@ -38,7 +38,6 @@ from octavo.kv_connector.worker.releases import Releases
 _LOG = logging.getLogger(__name__)
 _APPEARS = 5.0  # seconds in which an offer that a peer knows of has come here
 _MAX_ENDED = 1 << 12  # transfer ids whose offers have ended
-_MAX_DIFFERENCES = 3  # that are said
 _GIVES_WAY = 0.0005  # seconds: longer than it takes to ask over a connection that is there
 
 
@@ -52,6 +51,11 @@ class _Offer:
     num_readers: int = 0  # connections over which it is fetched now
     is_released: bool = False  # nobody else will fetch it
     left_at: float | None = None  # on the monotonic clock: when a peer went away over its fetch
+
+
+def _peer_of(order: Order) -> tuple[str, int] | None:
+    """Whom a load waits for: loads from others do not wait for it."""
+    return order.wanted.addresses[0] if order.wanted is not None and order.wanted.addresses else None
 
 
 class P2PWorker:
@@ -75,6 +79,7 @@ class P2PWorker:
             troubles=troubles,
             gives_way=_GIVES_WAY,
             start=fetches.start,
+            lane=_peer_of,
         )
         self._offers: dict[str, _Offer] = {}
         self._numbers: dict[int, str] = {}  # order -> its transfer id
@@ -285,7 +290,7 @@ class P2PWorker:
         if hello.way != self._way.name:
             return f"its blocks go by {self._way.name}, yours come by {hello.way}"
         theirs = msgspec.msgpack.decode(hello.cache, type=CacheDescription)
-        return "; ".join(differences(self._cache.description, theirs)[:_MAX_DIFFERENCES])
+        return "; ".join(differences(self._cache.description, theirs)[:MAX_DIFFERENCES])
 
     def _answer(self, pair: Pair, ask: Ask) -> None:
         refused, offer, is_unlike = self._find(ask)

@@ -7,6 +7,7 @@ that names the peer.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import socket
@@ -22,11 +23,13 @@ import torch
 from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescription
 from octavo.kv_connector.worker.mover import Job, RefusedError
 
-PROTOCOL = 4
+PROTOCOL = 5
 _LENGTH = struct.Struct("<I")
 _MAX_MESSAGE, _MOST_AT_HAND = 16 << 20, 64 << 10  # bytes
 PIECE_BYTES = 16 << 20  # of blocks that come together through host memory
 _POLL_STEP = 0.001  # seconds: poll() rounds up to it
+_LEAST = 0.001  # seconds in which what has come by now is heard, when the time is over
+_WORD = 0.05  # seconds in which a short word is whole, once it has begun
 
 
 class TransferError(RuntimeError):
@@ -94,11 +97,12 @@ class Pair:
     """This process and a peer."""
 
     def __init__(self, sock: socket.socket, timeout: float) -> None:
-        """timeout: seconds that the peer may take for anything."""
+        """timeout: seconds that the peer may take for anything, a whole message for one."""
         sock.settimeout(timeout)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that vanished has closed it in the end
         self.sock, self.timeout = sock, timeout
+        self.until = math.inf  # on the monotonic clock: when all that is waited for now has to be over
         self.own_host = str(sock.getsockname()[0])
         self.peer_host, port = sock.getpeername()[:2]
         self.peer = f"{self.peer_host}:{port}"
@@ -112,27 +116,38 @@ class Pair:
         self._owes, self._paying = False, threading.Lock()
         self.marks: list[tuple[str, float]] = []  # of a fetch: what has happened, and when
 
+    @property
+    def left(self) -> float:
+        """Seconds that the peer still has for what is waited for now."""
+        return max(min(self.timeout, self.until - time.monotonic()), _LEAST)
+
     def send(self, message: msgspec.Struct) -> None:
         """Raises OSError."""
+        self.sock.settimeout(self.left)
         self.sock.sendall(_framed(message))
 
     def receive(self, kind: type[Any]) -> Any:
         """A message. Raises OSError, EOFError where the peer has gone, TransferError for what is no such message."""
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        until = time.monotonic() + self.left
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, until))
         if length > _MAX_MESSAGE:
             raise TransferError(f"{self.peer} sends a message of {length} bytes")
         try:
-            return msgspec.msgpack.decode(self._exactly(length), type=kind)
+            return msgspec.msgpack.decode(self._exactly(length, until), type=kind)
         except ValueError as error:
             raise TransferError(f"{self.peer} speaks another protocol: {error}") from None
 
-    def _exactly(self, count: int) -> bytes:
-        data = self.sock.recv(count)
+    def _exactly(self, count: int, until: float) -> bytes:
+        """Raises TimeoutError where it is not whole by then."""
+        data = b""
         while len(data) < count:
-            part = self.sock.recv(count - len(data)) if data else b""
+            self.sock.settimeout(max(until - time.monotonic(), _LEAST))
+            part = self.sock.recv(count - len(data))
             if not part:
                 raise EOFError(f"{self.peer} has closed the connection")
             data += part
+            if len(data) < count and time.monotonic() >= until:
+                raise TimeoutError(f"{self.peer} said {len(data)} of {count} bytes within {self.timeout:g} s")
         return data
 
     def owe(self) -> None:
@@ -152,6 +167,12 @@ class Pair:
         if self.is_due:
             self.receive(Done)
             self.is_due = False
+
+    def await_word(self) -> None:
+        """Until something comes, or the end, if either ever does."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLIN)
+        poll.poll()
 
     def says_something(self, seconds: float) -> bool:
         """Whether something has come, or the end, after so many seconds at the latest."""
@@ -196,7 +217,7 @@ class Pair:
             return b""
         if not data:
             raise EOFError(f"{self.peer} has closed the connection")
-        return data if len(data) == count else data + self._exactly(count - len(data))
+        return data + self._exactly(count - len(data), time.monotonic() + _WORD)
 
     @property
     def has_gone(self) -> bool:
@@ -206,10 +227,10 @@ class Pair:
         if not self.is_due:  # which is so before Done is said, and what has come may be an answer to that
             return True
         try:
-            self.settle()
+            self.settle_now()
         except (OSError, EOFError, TransferError):
             return True
-        return self.says_something(0)
+        return False
 
     @property
     def is_broken_off(self) -> bool:
@@ -233,10 +254,14 @@ class Pair:
         marks, self.marks = self.marks, []
         return ", ".join(f"{what} {(at - marks[0][1]) * 1e3:.2f}" for what, at in marks)
 
-    def close(self) -> None:
-        """Let go of the peer. May be called twice."""
+    def cut(self) -> None:
+        """End the connection, by any thread: who waits on it finds that its peer has closed it."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Let go of the peer. May be called twice."""
+        self.cut()
         self.sock.close()
         self.drop_state()
 

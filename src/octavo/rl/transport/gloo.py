@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from octavo.rl.transport import Check, go_on, thrown
+from octavo.process_groups import thrown
+from octavo.rl.transport import Check, go_on
 from octavo.rl.transport.group import GroupTransport, in_time
 
 _ENDING = 1.0  # seconds in which what waits by a limit of its own may say so

@@ -8,7 +8,6 @@ and another one may be made.
 from __future__ import annotations
 
 import collections
-import contextlib
 import datetime
 import functools
 import queue
@@ -23,6 +22,8 @@ import torch
 from torch import distributed
 from torch.distributed import BroadcastOptions, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from octavo.process_groups import ending, thrown
+from octavo.process_groups.works import Left, wait_for
 from octavo.rl.plan import Incoming
 from octavo.rl.session import WeightConflictError, WeightTransferError, WeightUpdateError
 from octavo.rl.transport import (
@@ -33,11 +34,9 @@ from octavo.rl.transport import (
     Read,
     buffers,
     deadline,
-    ending,
     field,
     go_on,
     split,
-    thrown,
     told,
 )
 from octavo.rl.transport.extent import ADVICE, Extent, Rooms, likely_bytes
@@ -53,7 +52,6 @@ _LOOK_SECONDS = 0.05  # between two looks at whether who waits is to go on waiti
 _PLACE = re.compile(r"\[(enforce fail at )?[^\]\s]*\.(cc|cpp|h):\d+\] ")  # in a library's source
 _ADVISES = re.compile(r"\. This is typically|\. Check the logs| Exception raised from ")
 _TIMED_OUT = re.compile(r"(?i)timed out|timeout")
-_POLL_SECONDS = 0.0001  # between two looks at a GPU
 MakeGroup = Callable[[Any, int, int, datetime.timedelta, str], Any]
 """(store, rank, size, timeout, this machine's address) -> a process group."""
 
@@ -175,7 +173,7 @@ class Group:
             self.check()
 
         def wait() -> None:
-            _wait_for(works[0], time.monotonic() + seconds, check, is_cuda=tensor.is_cuda)
+            wait_for(works[0], time.monotonic() + seconds, check, is_cuda=tensor.is_cuda)
             self._works.remove(works)
             with ending.inside():
                 works.clear()
@@ -204,7 +202,7 @@ class Group:
             self._quiet.close()
             self._quiet = None
         begun, self._works = self._works, []
-        left = _Left(self._group, self._threads, [work for works in begun for work in works])
+        left = Left(self._group, self._threads, [work for works in begun for work in works])
         self._group = self._store = None  # nobody else has them
         for works in begun:
             works.clear()
@@ -219,34 +217,6 @@ class Group:
             self.close()
         else:
             ending.keep(self._group, *(work for works in self._works for work in works))
-
-
-class _Left:
-    """A group that was left."""
-
-    def __init__(self, group: Any, threads: frozenset[int], works: list[Any]) -> None:
-        self._group, self._threads, self._works = group, threads, works
-
-    @property
-    def is_quiet(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def leave(self, has_workers: bool) -> None:
-        """Let go of it when it is quiet, if its own threads see to that: they want Python's lock for their buffers."""
-        while has_workers and not self.is_quiet:
-            time.sleep(_LOOK_SECONDS)
-        self.end()
-
-    def end(self) -> None:
-        """Let go of it; of one in which a thread stands still, of its buffers alone."""
-        with ending.inside():
-            self._works.clear()
-            if thrown.said_by(self._threads) is not None:
-                ending.keep(self._group)
-            abort = getattr(self._group, "abort", None)
-            if abort is not None:
-                abort()
-            self._group = None
 
 
 def place_of(address: str, port: int) -> str:
@@ -413,19 +383,6 @@ def _of_thrown(name: str, num_bytes: int, said: str) -> str:
 
 def _bytes_of(part: Sequence[Incoming]) -> int:
     return sum(each.num_bytes for each in part)
-
-
-def _wait_for(work: Any, until: float, check: Check, *, is_cuda: bool) -> None:
-    """Wait for what a group does. Raises RuntimeError where it fails or the time is over, and what `check` raises."""
-    while not work.is_completed() and time.monotonic() < until:  # a GPU's wait that is over would end the group
-        check()
-        if is_cuda:
-            time.sleep(_POLL_SECONDS)
-            continue
-        with contextlib.suppress(RuntimeError), ending.inside():  # what failed is told below
-            work.wait(datetime.timedelta(seconds=_LOOK_SECONDS))
-    with ending.inside():
-        work.wait(datetime.timedelta(seconds=max(until - time.monotonic(), 0.001)))
 
 
 def _quiet_connection(address: str, port: int) -> socket.socket | None:

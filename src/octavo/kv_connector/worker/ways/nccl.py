@@ -39,7 +39,7 @@ class _Sent:
 
     def wait(self, pair: Pair, what: str) -> None:
         """Until they have arrived, for the current stream too. Raises TransferError."""
-        until = time.monotonic() + pair.timeout
+        until = time.monotonic() + pair.left
         with deadline(pair, what):
             looks_at = time.monotonic() + _LOOK
             while not self._work.is_completed() and time.monotonic() < until:
@@ -109,7 +109,7 @@ class NcclWay(GlooWay):
     def _begin(self, pair: Pair, rows: torch.Tensor) -> _Sent:
         """The peer that has them sends rows: over the connection that the meeting made, which a send would not use."""
         options = BroadcastOptions()
-        options.rootRank, options.timeout = GIVES, datetime.timedelta(seconds=pair.timeout)
+        options.rootRank, options.timeout = GIVES, datetime.timedelta(seconds=pair.left)
         with deadline(pair, "move"):
             return _Sent(rows, pair.state.group.broadcast([rows.view(-1)], options))
 

@@ -128,7 +128,7 @@ class NixlAgent:
         try:
             while state == "PROC":
                 seconds = time.monotonic() - began
-                if seconds > pair.timeout:
+                if seconds > pair.timeout or began + seconds > pair.until:
                     raise TransferError(f"{pair.peer}: a {what} of blocks did not end within {pair.timeout:g} s")
                 meanwhile()
                 if seconds > _EAGER:

@@ -97,7 +97,7 @@ class NixlPushWay:
 
 def _wait(pair: Pair, agent: NixlAgent) -> None:
     """Until the peer says that it has written; NIXL works meanwhile. Raises TransferError."""
-    until = time.monotonic() + pair.timeout
+    until = time.monotonic() + pair.left
     while not pair.says_something(POLL):
         agent.work()
         if time.monotonic() > until:

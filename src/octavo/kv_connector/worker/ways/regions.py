@@ -120,7 +120,7 @@ def foreseen(pair: Pair, blocks: Sequence[int]) -> Region | None:
 
 def until_read(pair: Pair, job: Job, every: float, work: Callable[[], object]) -> None:
     """Keep blocks until the peer says something; meanwhile `work`, every so many seconds. Raises TransferError."""
-    until = time.monotonic() + pair.timeout
+    until = time.monotonic() + pair.left
     with job.touching():
         while not pair.says_something(every):
             work()

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from octavo.rl.transport import ending
+from octavo.process_groups import ending
 
 _LOG = logging.getLogger(__name__)
 _KIND = b"N4gloo13EnforceNotMetE"  # as the C++ ABI writes gloo::EnforceNotMet
