@@ -1,6 +1,6 @@
 """The worker's half of `p2p` and its kin: offers that peers fetch, and fetches from peers.
 
-Owns the listening socket, on which a fetch is asked for; its bytes go the way that both sides are set to. One
+Owns the offers, and the answers to who asks for them; the bytes go the way that both sides are set to. One
 connection serves one fetch at a time. Invariants: whoever waits has a deadline, and an error that names the peer; an
 offer has ended when all ranks of a peer say that they have all, or when it is released and nobody reads it; a fetch
 that breaks off leaves it open for another, and for a short time if the peer has gone; a fetch counts when each rank's
@@ -15,10 +15,9 @@ import dataclasses
 import errno
 import itertools
 import logging
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -26,11 +25,12 @@ from octavo.config.kv_transfer import KVTransferConfig, refuse
 from octavo.kv_connector import ConnectorStats
 from octavo.kv_connector.guard import Troubles, ends_within
 from octavo.kv_connector.orders import Order, Report
-from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescription, differences
+from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescription, differences, flaws
 from octavo.kv_connector.peers.offers import Wanted
 from octavo.kv_connector.worker import NO_WORKER_CONNECTOR
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 from octavo.kv_connector.worker.fetches import MAX_DIFFERENCES, Fetches
+from octavo.kv_connector.worker.listener import Listener
 from octavo.kv_connector.worker.mover import Job, Mover
 from octavo.kv_connector.worker.pair import PROTOCOL, Ask, Done, Hello, Pair, Told, TransferError, Way, Welcome
 from octavo.kv_connector.worker.releases import Releases
@@ -87,27 +87,23 @@ class P2PWorker:
         self._ended_ids = collections.OrderedDict[str, None]()
         self._releases = Releases(self._hello, transfer.timeout)
         self._changed = threading.Condition()
-        self._pairs: set[Pair] = set()
-        self._threads: list[threading.Thread] = []
-        self._closing = False
         self._sent_blocks, self._send_seconds = 0, 0.0
-        self._listener: socket.socket | None = None
+        self._listener: Listener | None = None
         if transfer.produces:
+            often = Troubles(transfer.kv_connector)
             try:
-                self._listener = socket.create_server((transfer.kv_ip, transfer.kv_port), backlog=64)
+                self._listener = Listener(transfer.kv_ip, transfer.kv_port, transfer.timeout, self._serve, often)
             except OSError as error:
                 if (error.errno or 0) < 0 or error.errno == errno.EADDRNOTAVAIL:  # below 0: of the name's look-up
                     raise refuse("kv_ip", transfer.kv_ip, "is no address of this machine", "change kv_ip") from None
                 address = f"{transfer.kv_ip}:{transfer.kv_port}"
                 limit = f"cannot be listened on: {error.strerror}"
                 raise refuse("kv_port", address, limit, "change kv_ip or kv_port; 0: any port") from None
-            self._run(self._accept)
 
     def address(self) -> tuple[str, int]:
         """Where peers find this worker's offers."""
         assert self._listener is not None, "a consumer offers nothing"
-        host, port = self._listener.getsockname()[:2]
-        return str(host), int(port)
+        return self._listener.address()
 
     def begin(self, order: Order) -> None:
         """See WorkerConnector."""
@@ -200,66 +196,33 @@ class P2PWorker:
 
     def close(self) -> None:
         """See WorkerConnector."""
-        self._closing = True
         if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
             self._listener.close()
-        for pair in list(self._pairs):
-            pair.close()
         with self._changed:
             self._changed.notify_all()
-        until = time.monotonic() + self._timeout
-        for thread in self._threads:  # a process group that outlives the interpreter would end it by abort()
-            thread.join(max(until - time.monotonic(), 0))
+        if self._listener is not None:
+            self._listener.join(self._timeout)
         self._releases.close()
         self._mover.close()
         ends_within(self._timeout, self._mover.troubles, f"the end of {self._way.name}", self._way.close)
 
     # What peers ask for, each connection on a thread of its own.
 
-    def _run(self, target: Callable[..., None], *args: object) -> None:
-        thread = threading.Thread(target=target, args=args, name="octavo-kv-serve", daemon=True)
-        self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
-        thread.start()
+    @property
+    def _is_closing(self) -> bool:
+        return self._listener is not None and self._listener.is_closing
 
-    def _accept(self) -> None:
-        assert self._listener is not None, "it is made before"
-        while not self._closing:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            self._run(self._serve, sock)
-
-    def _serve(self, sock: socket.socket) -> None:
-        try:
-            pair = Pair(sock, self._timeout)
-        except OSError:
-            sock.close()
+    def _serve(self, pair: Pair, hello: Hello) -> None:
+        if hello.gives_up:
+            self._hear(hello)
             return
-        self._pairs.add(pair)
-        try:
-            hello = pair.receive(Hello)
-            if hello.gives_up:
-                self._hear(hello)
-                return
-            self._meet(pair, hello)
-            while not self._closing:
-                sock.settimeout(None)  # until the peer wants something again, if it ever does
-                ask = pair.receive(Ask)
-                sock.settimeout(self._timeout)
-                pair.mark("asked")
-                self._answer(pair, ask)
-                _LOG.debug("%d blocks for %s: ms: %s", len(ask.places), pair.peer, pair.marked())
-        except EOFError:
-            pass
-        except Exception as error:  # the peer's, or of the way to it: it asks again, or computes
-            if not self._closing:
-                _LOG.warning("blocks for %s did not arrive: %s: %s", pair.peer, type(error).__name__, error)
-        finally:
-            self._pairs.discard(pair)
-            pair.close()
+        self._meet(pair, hello)
+        while not self._is_closing:
+            pair.await_word()  # until the peer wants something again, if it ever does
+            ask = pair.receive(Ask)
+            pair.mark("asked")
+            self._answer(pair, ask)
+            _LOG.debug("%d blocks for %s: ms: %s", len(ask.places), pair.peer, pair.marked())
 
     def _hear(self, hello: Hello) -> None:
         """A peer will not fetch what is on offer here, or will be soon: whatever its cache is, it may say so."""
@@ -269,7 +232,7 @@ class P2PWorker:
         self.release(ids)
         with self._changed:
             self._changed.wait_for(
-                lambda: all(each in self._offers or each in self._ended_ids for each in ids) or self._closing,
+                lambda: all(each in self._offers or each in self._ended_ids for each in ids) or self._is_closing,
                 max(until - time.monotonic(), 0.0),
             )
         self.release(ids)
@@ -290,7 +253,7 @@ class P2PWorker:
         if hello.way != self._way.name:
             return f"its blocks go by {self._way.name}, yours come by {hello.way}"
         theirs = msgspec.msgpack.decode(hello.cache, type=CacheDescription)
-        return "; ".join(differences(self._cache.description, theirs)[:MAX_DIFFERENCES])
+        return "; ".join((flaws(theirs) or differences(self._cache.description, theirs))[:MAX_DIFFERENCES])
 
     def _answer(self, pair: Pair, ask: Ask) -> None:
         refused, offer, is_unlike = self._find(ask)
@@ -367,7 +330,7 @@ class P2PWorker:
     def _find(self, ask: Ask) -> tuple[str, _Offer | None, bool]:
         """Why there is nothing, or the offer; and whether it is nothing next time, too."""
         with self._changed:
-            self._changed.wait_for(lambda: ask.transfer_id in self._offers or self._closing, _APPEARS)
+            self._changed.wait_for(lambda: ask.transfer_id in self._offers or self._is_closing, _APPEARS)
             offer = self._offers.get(ask.transfer_id)
         if offer is None:
             return f"it offers no transfer {ask.transfer_id!r} (any more)", None, False
