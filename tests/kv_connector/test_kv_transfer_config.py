@@ -9,6 +9,7 @@ import pytest
 
 from octavo.cache.groups import CacheGroup
 from octavo.config.engine_config import load_config
+from octavo.config.kv_peers import Peers
 from octavo.config.kv_transfer import EXTRA, NO_TRANSFER, read_kv_transfer
 from octavo.config.settings import ConfigError
 from octavo.kv_connector.table import ALIASES, TABLE, check_early, check_groups, make_kind
@@ -154,3 +155,35 @@ def test_a_look_up_takes_no_longer_than_a_transfer():
     given = {"kv_connector": "host", "kv_role": "kv_both", "kv_transfer_timeout": 0.5}
     assert read_kv_transfer(given).lookup == 0.5
     assert read_kv_transfer({**given, "kv_lookup_timeout": 0.1}).lookup == 0.1
+
+
+def peers(*given: str) -> Peers:
+    return read_kv_transfer({**GOOD, **({"kv_peers": list(given)} if given else {})}).peers
+
+
+def test_P_blocks_come_from_this_host_alone_unless_others_are_named() -> None:
+    own = peers()
+    assert all(map(own.trust, ("127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1", "localhost", "LocalHost")))
+    for host in ("192.0.2.1", "8.8.8.8", "0.0.0.0", "::", "224.0.0.1", "a.name", "127.1", "2130706433", "", "x" * 300):
+        assert not own.trust(host), host
+    assert "this host alone: list its address or network in kv_peers" in own.refusal("192.0.2.1")
+    named = peers("192.0.2.7", "10.1.0.0/16", "LOCALHOST", "fd00::/8")
+    assert all(map(named.trust, ("192.0.2.7", "10.1.2.3", "::ffff:10.1.2.3", "localhost", "127.0.0.1", "fd00::9")))
+    assert not any(map(named.trust, ("192.0.2.8", "10.2.0.1", "127.0.0.2", "a.name", "10.1.0.0/16")))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ([], "expected hosts, addresses or networks"),
+        ([""], "expected hosts, addresses or networks"),
+        (5, "expected hosts, addresses or networks"),
+        (["10.0.0.1/8"], "is no address or network: 10.0.0.1/8 has host bits set"),
+        (["300.1.1.1"], "is no address or network"),
+        (["no.such.name.invalid"], "is a name that cannot be looked up"),
+    ],
+)
+def test_P_peers_that_are_none_are_refused(value: object, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as error:
+        read_kv_transfer({**GOOD, "kv_peers": value})
+    assert "kv_peers" in str(error.value)

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import torch
 
+from octavo.config.kv_peers import NO_PEERS, Peers, read_peers
 from octavo.config.kv_transfer import read_kv_transfer
 from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.orders import Order, Report
@@ -213,6 +214,14 @@ def drips(pair: Pair) -> None:
         time.sleep(0.05)
 
 
+def answers_late(pair: Pair) -> None:
+    """In time, if the time were its own."""
+    pair.receive(Hello)
+    time.sleep(0.5)
+    pair.send(Welcome(cache=CACHE, engine_id="late"))
+    stands(pair)
+
+
 def stands(pair: Pair) -> None:
     """Says nothing, until its connection ends."""
     pair.sock.settimeout(None)
@@ -223,7 +232,7 @@ def stands(pair: Pair) -> None:
 def test_D_8_a_load_has_one_deadline_however_a_peer_drips_and_however_many_there_are(make_side, rogue) -> None:
     limit = 1.0
     second = make_side("kv_consumer", timeout=limit)
-    many = [rogue(drips), *[rogue(stands)] * 20]
+    many = [rogue(answers_late)] * 60
     for number, addresses in enumerate([[rogue(drips)], many], 1):
         began = time.monotonic()
         second.load(number, *addresses)
@@ -264,10 +273,10 @@ def test_D_8_what_a_cancelled_load_waits_for_is_cut(make_side, rogue) -> None:
 class Heard:
     """A listener, and what it has served."""
 
-    def __init__(self) -> None:
+    def __init__(self, peers: Peers = NO_PEERS) -> None:
         self.served = threading.Semaphore(0)
         self.troubles = Troubles("p2p")
-        self.listener = Listener("127.0.0.1", 0, patient(30), self._serve, self.troubles)
+        self.listener = Listener("127.0.0.1", 0, patient(30), self._serve, self.troubles, peers)
 
     def _serve(self, pair: Pair, hello: Hello) -> None:
         self.served.release()
@@ -331,8 +340,24 @@ def test_P_3_a_connection_that_says_nothing_is_closed(monkeypatch) -> None:
     monkeypatch.setattr(listener, "_FIRST_WORD", 0.05)
     made = Heard()
     with contextlib.closing(socket.create_connection(made.listener.address())) as sock:
-        sock.settimeout(patient(30))
+        sock.settimeout(patient(10))
         sock.sendall(b"\0")
         assert sock.recv(1) == b""
+    made.listener.close()
+    made.listener.join(patient(30))
+
+
+@pytest.mark.parametrize(("peers", "comes"), [(["10.0.0.0/8"], False), (["127.0.0.0/8"], True)])
+def test_P_who_may_come_for_blocks_is_who_is_named(peers: list[str], comes: bool) -> None:
+    made = Heard(read_peers({"kv_peers": peers}))
+    if comes:
+        assert made.greets()
+    else:
+        with contextlib.closing(socket.create_connection(made.listener.address())) as sock:
+            sock.settimeout(patient(30))
+            Pair(sock, patient(30)).send(Hello(way="gloo", cache=msgspec.Raw(msgspec.msgpack.encode(CACHE))))
+            with contextlib.suppress(ConnectionError):
+                assert sock.recv(1) == b""
+            assert made.troubles.num == 1 and not made.served.acquire(timeout=0.1)
     made.listener.close()
     made.listener.join(patient(30))

@@ -397,6 +397,48 @@ def test_C_7_a_load_that_fails_by_the_policy_is_told_as_such(tmp_path):
         one.stop()
 
 
+FORGED = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 9, "transfer_id": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x", "kv_transfer_params": FORGED}),
+        ("/completions", {"prompt": "x", "kv_transfer_params": FORGED}),
+        ("/v1/completions", {"prompt": ["x", "y"], "kv_transfer_params": {"prompts": [{}, FORGED]}}),
+        ("/v1/completions", {"prompt": "x", "kv_transfer_params": {"do_remote_decode": True}}),
+        ("/v1/completions", {"prompt": "x", "kv_transfer_params": [FORGED]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "kv_transfer_params": FORGED}),
+        ("/v1/responses", {"input": "x", "kv_transfer_params": FORGED}),
+        ("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": {}, "kv_transfer_params": FORGED}),
+        ("/generate", {"text": "x", "sampling_params": {"kv_transfer_params": FORGED}}),
+        ("/generate", {"text": "x", "kv_transfer_params": FORGED}),
+    ],
+)
+def test_D_a_client_of_a_router_names_no_blocks_of_its_own(trio, path, body):
+    _, _, router = trio
+    status, answered = router.ask("POST", path, body)
+    assert status == 400 and "kv_transfer_params may say" in answered["error"]["message"], answered
+
+
+def test_D_a_client_of_a_router_says_how_much_is_loaded(trio):
+    _, _, router = trio
+    answer(router, kv_transfer_params={"max_load_tokens": 0, "max_offload_tokens": 0})
+    answer(router, kv_transfer_params={})
+
+
+def test_P_a_request_that_names_another_host_is_refused_by_it_and_by_the_setting(trio):
+    _, second, _ = trio
+    asked = {**FORGED, "remote_num_tokens": 8}
+    for said, field in (
+        ({**asked, "remote_host": "192.0.2.1"}, "kv_transfer_params.remote_host"),
+        ({**asked, "remote_addresses": [["127.0.0.1", 9], ["192.0.2.1", 9]]}, "kv_transfer_params.remote_addresses"),
+    ):
+        status, body = second.ask("POST", "/v1/completions", {**ASK, "kv_transfer_params": said})
+        assert status == 400 and body["error"]["param"] == field
+        assert "'192.0.2.1'" in body["error"]["message"] and "kv_peers" in body["error"]["message"]
+
+
 def test_what_is_wrong_with_a_request_the_server_says(trio):
     _, _, router = trio
     for body, status in (({**ASK, "temperature": -1}, 400), ({}, 400), ([1], 400)):

@@ -13,6 +13,8 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from octavo.config.kv_peers import KEY as PEERS
+from octavo.config.kv_peers import NO_PEERS, Peers, read_peers
 from octavo.config.settings import ConfigError, did_you_mean, parse_bytes
 
 FIELD = "kv_transfer_config"
@@ -38,6 +40,7 @@ _KEYS = (
     "kv_parallel_size",
     "kv_ip",
     "kv_port",
+    PEERS,
     EXTRA,
     "kv_connector_module_path",
     "enable_permute_local_kv",
@@ -62,6 +65,7 @@ class KVTransferConfig:
     engine_id: str = ""
     kv_ip: str = "127.0.0.1"
     kv_port: int = DEFAULT_PORT
+    peers: Peers = NO_PEERS  # whom this engine may connect to
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     module_path: str = ""  # where a connector out of tree is
     load_failure_policy: str = "fail"
@@ -112,6 +116,7 @@ def read_kv_transfer(given: Mapping[str, Any], label: str = "") -> KVTransferCon
         engine_id=extra.text("engine_id", "") or str(uuid.uuid4()),
         kv_ip=extra.text("kv_ip", "127.0.0.1"),
         kv_port=extra.number("kv_port", DEFAULT_PORT, 0, 65535),
+        peers=read_peers(given),
         extra=extra.mapping(EXTRA),
         module_path=extra.text("kv_connector_module_path", ""),
         load_failure_policy=extra.choice("kv_load_failure_policy", "fail", POLICIES),

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from octavo.config.kv_peers import KEY as PEERS
 from octavo.config.kv_transfer import EXTRA, LOOKUP_TIMEOUT, Extra, KVTransferConfig, read_kv_transfer, refuse
 from octavo.kv_connector import LATER, Connector, ConnectorStats, Later, SilentConnector, Transfer, TransferResults
 from octavo.kv_connector.orders import EngineSide
@@ -41,10 +42,11 @@ class Multi:
             label = f"{EXTRA}.connectors[{place}]."
             common = {"engine_id": transfer.engine_id, "kv_transfer_timeout": transfer.timeout}
             common[LOOKUP_TIMEOUT] = transfer.lookup  # a child may have another one
+            common[PEERS] = transfer.peers.given or None
             child = read_kv_transfer({**common, **given}, label)
             if child.kv_connector == transfer.kv_connector:
                 raise refuse(f"{label}kv_connector", child.kv_connector, "connectors of a multi are no multi")
-            for key in ("kv_load_failure_policy", "kv_transfer_timeout"):
+            for key in ("kv_load_failure_policy", "kv_transfer_timeout", PEERS):
                 if key in given:
                     raise refuse(f"{label}{key}", given[key], "holds for all connectors", f"set it beside {EXTRA}")
             self._transfers.append(child)

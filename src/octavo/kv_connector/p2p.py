@@ -182,8 +182,8 @@ class _P2PConnector(SilentConnector):
         if not asked.get("do_remote_prefill") or not self._transfer.consumes or request.request_id in self._used:
             return 0
         lacking = [name for name in REMOTE if not asked.get(name)]
-        if not lacking and not _addresses(asked):
-            lacking = ["remote_host and remote_port of a listener"]
+        if not lacking and not self._reached(asked):
+            lacking = ["remote_host and remote_port of a listener that kv_peers allows"]
         if lacking:
             self._used.add(request.request_id)
             _LOG.warning("request %s has no %s: its prompt is computed here", request.request_id, ", ".join(lacking))
@@ -192,6 +192,11 @@ class _P2PConnector(SilentConnector):
         if not isinstance(count, int) or count > request.num_tokens:
             return 0
         return max(count - num_local, 0)
+
+    def _reached(self, asked: Mapping[str, Any]) -> list[tuple[str, int]]:
+        """Where the other engine's ranks are; empty: that is not said, or is where this one does not connect to."""
+        found = _addresses(asked)
+        return found if all(self._transfer.peers.trust(host) for host, _ in found) else []
 
     def shorter(self, request: Request, num_local: int, end: int) -> int:
         """See Connector. What is kept for a request that goes on at the end of an offer, or one token before it."""
@@ -212,7 +217,7 @@ class _P2PConnector(SilentConnector):
             end=load.end,
             position=min(load.end, load.request.num_tokens - 1),
             fetch=f"{self._transfer.engine_id} {load.number}",
-            addresses=_addresses(asked),
+            addresses=self._reached(asked),
             engine_id=str(asked.get("remote_engine_id") or ""),
             offer=str(asked.get("remote_offer") or ""),
             blocks=_named(asked, places),
@@ -229,7 +234,7 @@ class _P2PConnector(SilentConnector):
         self._used.add(request.request_id)
         if request.finished:
             self._used.discard(request.request_id)
-        if not is_used and asked.get("transfer_id") and (addresses := _addresses(asked)):
+        if not is_used and asked.get("transfer_id") and (addresses := self._reached(asked)):
             self._give_up(addresses, str(asked.get("remote_engine_id") or ""), str(asked["transfer_id"]))
 
     def _give_up(self, addresses: Sequence[tuple[str, int]], engine_id: str, transfer_id: str) -> None:

@@ -6,7 +6,7 @@ is of one prompt's blocks; a field that is named here has its kind, or the reque
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -18,7 +18,7 @@ NAME = "kv_transfer_params"
 EACH = "prompts"  # of a request with several prompts: what is said of each, beside what is said of all
 _MAX_TEXT = 512  # characters
 _MAX_COUNT = (1 << 31) - 1
-_MAX_ADDRESSES = 1024
+_MAX_ADDRESSES = 64
 MAX_BLOCKS = 2048  # that are named, of all cache groups together
 _MEANT = ("do_remote_prefill", "do_remote_decode")
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -78,6 +78,15 @@ def _check_one(said: Mapping[str, Any], label: str, max_tokens: int) -> None:
     size = len(msgspec.msgpack.encode({name: value for name, value in said.items() if name != EACH}))
     if size > MAX_EXTRA_BYTES:
         raise ParameterError(label, f"must encode to at most {MAX_EXTRA_BYTES} bytes, got {size}")
+
+
+def hosts(said: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Each host that the params name, with the field that does. said: as checked."""
+    for index, own in enumerate([said, *(said.get(EACH) or ())]):
+        label = f"{NAME}.{EACH}[{index - 1}]" if index else NAME
+        if own.get("remote_host"):
+            yield f"{label}.remote_host", own["remote_host"]
+        yield from ((f"{label}.remote_addresses", host) for host, _ in own.get("remote_addresses") or ())
 
 
 def _in_range(name: str, value: Any) -> bool:

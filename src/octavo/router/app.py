@@ -112,6 +112,10 @@ class Router:
         if given is None or not form.understands(given):  # a server says what is wrong with it
             await self._pass_on(exchange, body)
             return
+        if not self.config.pass_kv_transfer_params and (foreign := form.foreign(given)):
+            self.metrics.ended("refused")
+            limit = f"{TRANSFER} may say max_load_tokens and max_offload_tokens here, not {foreign[0][:40]!a}"
+            raise Refused(400, "not_allowed", f"{limit}: where blocks are the router says (--pass-kv-transfer-params)")
         offer = await self._prefill(form, exchange, given)
         if offer is None:
             self.metrics.skipped_prefill()

@@ -14,6 +14,7 @@ from typing import Any
 from octavo.request import transfer_params
 
 TRANSFER = transfer_params.NAME
+_OWN = ("max_load_tokens", "max_offload_tokens", transfer_params.EACH)  # of kv_transfer_params: a client's to say
 _AFFINITY_CHARS = 512  # of a prompt: what begins alike so far goes to one prefill server
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
 _LEFT_OUT = (*_LIMITS, "n", "stream_options", "min_tokens", "min_new_tokens")  # of a request for one token
@@ -38,6 +39,16 @@ class Form:
         """Where sampling parameters may stand."""
         given = (body.get("sampling_params") or {}) if self.is_nested else {}
         return [body, *(given if isinstance(given, list) else [given])]
+
+    def foreign(self, body: Mapping[str, Any]) -> list[str]:
+        """What a client says of blocks itself, but for how many are loaded and kept."""
+        given = [own.get(TRANSFER) for own in self._sampling(body)]
+        extra = [_mapping(own.get("extra_args")).get(TRANSFER) for own in self._sampling(body)]
+        said = [each for each in (*given, *extra) if each is not None]
+        each = [own for one in said for own in (one, *_list(_mapping(one).get(transfer_params.EACH)))]
+        return [
+            name for one in each for name in (one if isinstance(one, dict) else [str(one)[:40]]) if name not in _OWN
+        ]
 
     def computes_whole(self, body: Mapping[str, Any]) -> bool:
         """Whether a decode server computes the whole prompt whatever is on offer, or asks its engine for nothing."""
@@ -119,6 +130,10 @@ def ids_of(told: Mapping[str, Any]) -> list[str]:
     each = told.get(transfer_params.EACH)
     told_of = [told, *(own for own in each if isinstance(own, dict))] if isinstance(each, list) else [told]
     return [str(own["transfer_id"]) for own in told_of if own.get("transfer_id")]
+
+
+def _list(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else []
 
 
 def _is_list_of(given: Any, kind: type) -> bool:

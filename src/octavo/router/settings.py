@@ -35,6 +35,12 @@ class RouterConfig:
         5, "times within ten minutes that a server of --start-pair is started again", "int", low=0, high=1000
     )
 
+    pass_kv_transfer_params: bool = setting(
+        False,
+        "pass a client's own kv_transfer_params on, with the addresses that they name: for clients that are routers",
+        "bool",
+    )
+
     def __post_init__(self) -> None:
         """Check each field by itself."""
         for name, fact in ROUTER_SETTINGS.items():

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from octavo.config.kv_peers import NO_PEERS, Peers
 from octavo.kv_connector.guard import Troubles, describe
 from octavo.kv_connector.worker.pair import Hello, Pair
 
@@ -28,10 +29,16 @@ class Listener:
     """At one address."""
 
     def __init__(
-        self, host: str, port: int, timeout: float, serve: Callable[[Pair, Hello], None], troubles: Troubles
+        self,
+        host: str,
+        port: int,
+        timeout: float,
+        serve: Callable[[Pair, Hello], None],
+        troubles: Troubles,
+        peers: Peers = NO_PEERS,
     ) -> None:
         """serve: a connection that has said its first word, until it ends. Raises OSError for the address."""
-        self._timeout, self._serve, self._troubles = timeout, serve, troubles
+        self._timeout, self._serve, self._troubles, self._peers = timeout, serve, troubles, peers
         self._lock = threading.Lock()
         self._silent: dict[Pair, None] = {}  # have said nothing, the oldest first
         self._open: set[Pair] = set()
@@ -86,6 +93,8 @@ class Listener:
             if is_full and not self._end_oldest():
                 raise OSError(f"{_MOST} are open, and all of them are served")
             pair = Pair(sock, self._timeout)
+            if not self._peers.may_come(pair.peer_host):
+                raise OSError(f"{pair.peer_host} is not among {', '.join(self._peers.given)} (kv_peers)")
         except OSError as error:
             sock.close()
             self._tell(error)

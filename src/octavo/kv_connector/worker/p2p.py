@@ -92,7 +92,9 @@ class P2PWorker:
         if transfer.produces:
             often = Troubles(transfer.kv_connector)
             try:
-                self._listener = Listener(transfer.kv_ip, transfer.kv_port, transfer.timeout, self._serve, often)
+                self._listener = Listener(
+                    transfer.kv_ip, transfer.kv_port, transfer.timeout, self._serve, often, transfer.peers
+                )
             except OSError as error:
                 if (error.errno or 0) < 0 or error.errno == errno.EADDRNOTAVAIL:  # below 0: of the name's look-up
                     raise refuse("kv_ip", transfer.kv_ip, "is no address of this machine", "change kv_ip") from None

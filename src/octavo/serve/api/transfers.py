@@ -2,7 +2,8 @@
 
 Owns its way to the engine, and what is said of fields that the engine's connector does not act on. Knows the connectors
 of the table by name, and loads none. Invariants: a server without a connector refuses it; what reaches an engine is
-plain data of the kinds that connectors read; what one out of tree reads is its own affair.
+plain data of the kinds that connectors read, and names no host that the engine may not connect to; what one out of tree
+reads is its own affair.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from octavo.config.kv_peers import read_peers
 from octavo.config.kv_transfer import EXTRA
 from octavo.kv_connector.table import ALIASES, TABLE
 from octavo.request import transfer_params
@@ -34,6 +36,7 @@ def with_transfer(state: ServeState, given: Mapping[str, Any], wanted: object, w
     if not state.engine.config.kv_transfer_config:
         raise bad_request("not_allowed", f"{NAME}: the server has no connector (--kv-transfer-config)", NAME)
     said = transfer_params.check(wanted, state.engine.limits.max_model_len)
+    _check_hosts(said, state.engine.config.kv_transfer_config)
     idle = _not_acted_on(said, state.engine.config.kv_transfer_config)
     if state.config.strict and (unknown := next((text for text in idle if text.endswith(_UNKNOWN)), "")):
         raise bad_request("unknown_field", unknown.removesuffix(", ignored"), unknown.partition(":")[0])
@@ -48,6 +51,16 @@ def each_transfer(wanted: Mapping[str, Any] | None, num_prompts: int) -> list[di
     if wanted is None or (num_prompts == 1 and wanted.get(EACH) is None):
         return []
     return transfer_params.split(wanted, num_prompts)
+
+
+def _check_hosts(said: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raise ApiError for a host that the engine may not connect to."""
+    if all(ALIASES.get(name, name) not in _PEERS for name, _ in _parts(config)):
+        return
+    peers = read_peers(config)
+    for field, host in transfer_params.hosts(said):
+        if not peers.trust(host):
+            raise bad_request("not_allowed", f"{field} {peers.refusal(host)}", field)
 
 
 def _not_acted_on(said: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
