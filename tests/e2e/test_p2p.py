@@ -344,6 +344,19 @@ def test_P_1_one_transfer_id_is_offered_once_and_what_lacks_is_computed_here(mak
     assert outputs[0].outputs[0].finish_reason in ("stop", "length") and "remote_host" in caplog.text
 
 
+def test_P_9_a_host_that_is_not_named_is_not_connected_to(make_llm: Make, caplog):
+    second = make_llm(max_model_len=512, kv_transfer_config=p2p("kv_consumer", kv_peers=["192.0.2.7"]))
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        said = {"do_remote_prefill": True, "transfer_id": "x", "remote_num_tokens": 8}
+        said |= {"remote_host": "127.0.0.1", "remote_port": sock.getsockname()[1]}
+        (output,) = second.generate(PROMPTS[2], with_transfer(PARAMS, said))
+        until_idle(second)
+        sock.settimeout(0.2)
+        with pytest.raises(TimeoutError):  # neither for the blocks nor to give them up
+            sock.accept()
+    assert output.outputs[0].finish_reason in ("stop", "length") and "kv_peers" in caplog.text
+
+
 def test_P_3_a_peer_that_is_gone_when_blocks_are_to_go_is_told_at_once_and_in_one_line(capfd):
     """It asked, and died: nobody listens where the group was to meet."""
     port = free_port()

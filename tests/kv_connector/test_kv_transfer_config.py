@@ -161,7 +161,7 @@ def peers(*given: str) -> Peers:
     return read_kv_transfer({**GOOD, **({"kv_peers": list(given)} if given else {})}).peers
 
 
-def test_P_blocks_come_from_this_host_alone_unless_others_are_named() -> None:
+def test_P_9_blocks_come_from_this_host_alone_unless_others_are_named() -> None:
     own = peers()
     assert all(map(own.trust, ("127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1", "localhost", "LocalHost")))
     for host in ("192.0.2.1", "8.8.8.8", "0.0.0.0", "::", "224.0.0.1", "a.name", "127.1", "2130706433", "", "x" * 300):
@@ -183,7 +183,7 @@ def test_P_blocks_come_from_this_host_alone_unless_others_are_named() -> None:
         (["no.such.name.invalid"], "is a name that cannot be looked up"),
     ],
 )
-def test_P_peers_that_are_none_are_refused(value: object, said: str) -> None:
+def test_P_9_peers_that_are_none_are_refused(value: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as error:
         read_kv_transfer({**GOOD, "kv_peers": value})
     assert "kv_peers" in str(error.value)

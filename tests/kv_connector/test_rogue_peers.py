@@ -23,9 +23,9 @@ from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.orders import Order, Report
 from octavo.kv_connector.peers.description import CacheDescription, GroupDescription, flaws
 from octavo.kv_connector.peers.offers import Wanted
-from octavo.kv_connector.worker import listener
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
-from octavo.kv_connector.worker.listener import Listener
+from octavo.kv_connector.worker.connections import listener
+from octavo.kv_connector.worker.connections.listener import Listener
 from octavo.kv_connector.worker.p2p import P2PWorker
 from octavo.kv_connector.worker.pair import Hello, Pair, Welcome
 from octavo.kv_connector.worker.ways.gloo import GlooWay
@@ -348,7 +348,7 @@ def test_P_3_a_connection_that_says_nothing_is_closed(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("peers", "comes"), [(["10.0.0.0/8"], False), (["127.0.0.0/8"], True)])
-def test_P_who_may_come_for_blocks_is_who_is_named(peers: list[str], comes: bool) -> None:
+def test_P_9_who_may_come_for_blocks_is_who_is_named(peers: list[str], comes: bool) -> None:
     made = Heard(read_peers({"kv_peers": peers}))
     if comes:
         assert made.greets()

@@ -415,19 +415,19 @@ FORGED = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 
         ("/generate", {"text": "x", "kv_transfer_params": FORGED}),
     ],
 )
-def test_D_a_client_of_a_router_names_no_blocks_of_its_own(trio, path, body):
+def test_P_9_a_client_of_a_router_names_no_blocks_of_its_own(trio, path, body):
     _, _, router = trio
     status, answered = router.ask("POST", path, body)
     assert status == 400 and "kv_transfer_params may say" in answered["error"]["message"], answered
 
 
-def test_D_a_client_of_a_router_says_how_much_is_loaded(trio):
+def test_P_9_a_client_of_a_router_says_how_much_is_loaded(trio):
     _, _, router = trio
     answer(router, kv_transfer_params={"max_load_tokens": 0, "max_offload_tokens": 0})
     answer(router, kv_transfer_params={})
 
 
-def test_P_a_request_that_names_another_host_is_refused_by_it_and_by_the_setting(trio):
+def test_P_9_a_request_that_names_another_host_is_refused_by_it_and_by_the_setting(trio):
     _, second, _ = trio
     asked = {**FORGED, "remote_num_tokens": 8}
     for said, field in (

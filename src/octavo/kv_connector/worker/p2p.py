@@ -29,11 +29,11 @@ from octavo.kv_connector.peers.description import NO_DESCRIPTION, CacheDescripti
 from octavo.kv_connector.peers.offers import Wanted
 from octavo.kv_connector.worker import NO_WORKER_CONNECTOR
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
+from octavo.kv_connector.worker.connections.listener import Listener
+from octavo.kv_connector.worker.connections.releases import Releases
 from octavo.kv_connector.worker.fetches import MAX_DIFFERENCES, Fetches
-from octavo.kv_connector.worker.listener import Listener
 from octavo.kv_connector.worker.mover import Job, Mover
 from octavo.kv_connector.worker.pair import PROTOCOL, Ask, Done, Hello, Pair, Told, TransferError, Way, Welcome
-from octavo.kv_connector.worker.releases import Releases
 
 _LOG = logging.getLogger(__name__)
 _APPEARS = 5.0  # seconds in which an offer that a peer knows of has come here
