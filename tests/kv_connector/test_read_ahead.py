@@ -22,6 +22,7 @@ from octavo.kv_connector.peers.description import CacheDescription, GroupDescrip
 from octavo.kv_connector.peers.offers import Wanted
 from octavo.kv_connector.worker import fetches
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
+from octavo.kv_connector.worker.connections.listener import Listener
 from octavo.kv_connector.worker.fetches import Fetches
 from octavo.kv_connector.worker.mover import Begun, Job
 from octavo.kv_connector.worker.p2p import P2PWorker
@@ -100,6 +101,12 @@ def taken(worker: P2PWorker) -> list[Report]:
     return found
 
 
+def _listener(sides: Sides) -> Listener:
+    found = sides.giver._listener
+    assert found is not None
+    return found
+
+
 def config(role: str) -> Any:
     return read_kv_transfer({"kv_connector": "p2p", "kv_role": role, "kv_port": 0, "kv_transfer_timeout": patient(20)})
 
@@ -175,7 +182,7 @@ def test_a_load_is_begun_by_who_gives_its_order_and_over_a_new_connection_where_
         sides.load(number, number, blocks=[3, 11, 12])
         assert not sides.loaded().failed and sides.holds([3, 11, 12])
         assert (threads[-1] == threading.get_ident()) == (number == 5), "without a connection a thread makes one"
-        for pair in list(sides.giver._pairs):
+        for pair in list(_listener(sides)._open):
             pair.close()
         threads.clear()
         sides.own[0].zero_()
@@ -231,9 +238,9 @@ def test_a_load_that_is_cancelled_in_the_queue_lets_go_of_its_connection(
     sides.offer(5, [3, 11, 12])
     sides.load(5, 5, blocks=[3, 11, BLOCKS])  # nothing of this can be ordered ahead, so nothing touches the cache
     until = time.monotonic() + patient(10)
-    while sides.giver._pairs and time.monotonic() < until:
+    while _listener(sides)._open and time.monotonic() < until:
         time.sleep(0.01)
-    assert cancelled == [True] and not sides.giver._pairs and not sides.takers[0].take()
+    assert cancelled == [True] and not _listener(sides)._open and not sides.takers[0].take()
     assert not sides.takers[0]._way._mapped, "nor is its memory mapped any more"  # type: ignore[attr-defined]
 
 
@@ -312,7 +319,7 @@ def test_a_lease_spares_the_wait_for_the_last_answer_and_the_connection_goes_on(
     answers, send = threading.Event(), Pair.send
 
     def slow(self: Pair, message: msgspec.Struct) -> None:
-        if isinstance(message, Done) and self in sides.giver._pairs:
+        if isinstance(message, Done) and self in _listener(sides)._open:
             assert answers.wait(patient(30))
         send(self, message)
 
@@ -324,7 +331,7 @@ def test_a_lease_spares_the_wait_for_the_last_answer_and_the_connection_goes_on(
     sides.offer(6, THEIRS)
     sides.load(6, 6)
     assert not sides.loaded().failed and sides.holds(THEIRS)
-    assert len(sides.giver._pairs) == 1, "over the connection that was there"
+    assert len(_listener(sides)._open) == 1, "over the connection that was there"
 
 
 def test_P_3_without_a_lease_the_last_answer_is_waited_for(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +342,7 @@ def test_P_3_without_a_lease_the_last_answer_is_waited_for(sides: Sides, monkeyp
     def short(self: Pair, message: msgspec.Struct) -> None:
         if isinstance(message, Told):
             message = msgspec.structs.replace(message, lease=0.0)
-        if isinstance(message, Done) and self in sides.giver._pairs:
+        if isinstance(message, Done) and self in _listener(sides)._open:
             self.close()
             raise EOFError
         send(self, message)
@@ -386,7 +393,7 @@ def test_P_3_blocks_that_are_given_up_go_when_their_reader_can_know(
     def late(*args: Any) -> None:
         copy(*args)
         until = time.monotonic() + patient(30)
-        while sides.giver._pairs and time.monotonic() < until:
+        while _listener(sides)._open and time.monotonic() < until:
             time.sleep(0.01)
         given_up.append(True)
 
