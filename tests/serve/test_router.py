@@ -424,7 +424,7 @@ def test_P_9_a_client_of_a_router_names_no_blocks_of_its_own(trio, path, body):
 def test_P_9_a_client_of_a_router_says_how_much_is_loaded(trio):
     _, _, router = trio
     answer(router, kv_transfer_params={"max_load_tokens": 0, "max_offload_tokens": 0})
-    answer(router, kv_transfer_params={})
+    answer(router, kv_transfer_params={"do_remote_prefill": False, "remote_host": None})
 
 
 def test_P_9_a_request_that_names_another_host_is_refused_by_it_and_by_the_setting(trio):

@@ -46,9 +46,8 @@ class Form:
         extra = [_mapping(own.get("extra_args")).get(TRANSFER) for own in self._sampling(body)]
         said = [each for each in (*given, *extra) if each is not None]
         each = [own for one in said for own in (one, *_list(_mapping(one).get(transfer_params.EACH)))]
-        return [
-            name for one in each for name in (one if isinstance(one, dict) else [str(one)[:40]]) if name not in _OWN
-        ]
+        pairs = [pair for one in each for pair in (one if isinstance(one, dict) else {str(one): True}).items()]
+        return [name for name, value in pairs if value and name not in _OWN]
 
     def computes_whole(self, body: Mapping[str, Any]) -> bool:
         """Whether a decode server computes the whole prompt whatever is on offer, or asks its engine for nothing."""
