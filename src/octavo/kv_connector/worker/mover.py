@@ -6,6 +6,7 @@ whose cancellation was granted touches the cache no more, which it does only wit
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import logging
@@ -181,7 +182,8 @@ class Mover:
         self.troubles = troubles or Troubles(type(handler).__name__)
         self._since: dict[str, float] = {}  # thread that works off an order -> since when
         self._jobs: dict[int, Job] = {}
-        self._gives_way, self._start, self._lane = gives_way, start, lane
+        self._num_threads, self._gives_way, self._start, self._lane = num_threads, gives_way, start, lane
+        self._under_way = collections.Counter[tuple[bool, Hashable]]()  # orders of a direction and lane
         self._bring, self._brought = bring, dict[int, tuple[Order, Arrivals, float]]()  # loads; what they took here
         self._ended: list[Report] = []
         self._lock = threading.Lock()
@@ -198,7 +200,8 @@ class Mover:
         turns, lane = self._turns[order.is_load], self._lane(order) if order.is_load else None
         with self._lock:
             self._seconds[order.is_load].begin()
-        has_thread = turns.has_thread(lane)
+            self._under_way[order.is_load, lane] += 1
+            has_thread = self._under_way[order.is_load, lane] <= self._num_threads
         if order.is_load and has_thread:
             job.begun = self._start(job)
         gives_way = order.is_load and has_thread and job.begun is None and self._gives_way > 0
@@ -332,7 +335,7 @@ class Mover:
             job.is_under_way()
         is_wanted = job.finish()
         with self._lock:
-            self._seconds[is_load].end()
+            self._end(order)
             if is_wanted:
                 self._ended.append(report)
                 self._blocks[is_load] += len(order.blocks) - len(report.failed) - len(report.missed)
@@ -343,7 +346,15 @@ class Mover:
         if job.begun:
             job.begun.drop()
         with self._lock:
-            self._seconds[job.order.is_load].end()
+            self._end(job.order)
+
+    def _end(self, order: Order) -> None:
+        """It is under way no more, before it is reported: the next one of its lane may begin at once."""
+        self._seconds[order.is_load].end()
+        key = order.is_load, self._lane(order) if order.is_load else None
+        self._under_way[key] -= 1
+        if not self._under_way[key]:
+            del self._under_way[key]
 
     def _failed(self, order: Order, error: BaseException) -> Report:
         way = "load" if order.is_load else "save"

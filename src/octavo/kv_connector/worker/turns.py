@@ -36,12 +36,6 @@ class Turns(Generic[_Job]):
             self._idle.append(inbox)
             self._run(number, inbox)
 
-    def has_thread(self, lane: Hashable) -> bool:
-        """Whether a job of this lane would begin at once."""
-        with self._lock:
-            has_room = self._idle or len(self._threads) < self._num_threads * _MOST_LANES
-            return bool(has_room) and self._busy[lane] < self._num_threads
-
     def put(self, lane: Hashable, job: _Job) -> None:
         """Have it worked off."""
         with self._lock:
