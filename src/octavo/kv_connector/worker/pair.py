@@ -142,12 +142,14 @@ class Pair:
         data = b""
         while len(data) < count:
             self.sock.settimeout(max(until - time.monotonic(), _LEAST))
-            part = self.sock.recv(count - len(data))
-            if not part:
-                raise EOFError(f"{self.peer} has closed the connection")
-            data += part
+            with contextlib.suppress(TimeoutError):
+                part = self.sock.recv(count - len(data))
+                if not part:
+                    raise EOFError(f"{self.peer} has closed the connection")
+                data += part
             if len(data) < count and time.monotonic() >= until:
-                raise TimeoutError(f"{self.peer} said {len(data)} of {count} bytes within {self.timeout:g} s")
+                limit = f"{self.timeout:g} s (kv_transfer_timeout)"
+                raise TimeoutError(f"{self.peer} said {len(data)} of {count} bytes within {limit}")
         return data
 
     def owe(self) -> None:
