@@ -425,7 +425,7 @@ def test_S_1_a_checkpoint_says_its_method_where_nobody_does(tmp_path: Path) -> N
     engine = make({"model": "octavo-tiny-eagle3"})
     counts = Counts(engine)
     run(engine, [(PROMPTS[0], params(temperature=0.0, max_tokens=24))])
-    assert counts.num_accepted > 8
+    assert counts.num_accepted > 8 and engine.resolved.speculative.method == "eagle3"
     engine.close()
 
 

@@ -67,6 +67,7 @@ def test_transformers_call_gives_the_same_logits_in_any_padding(model: Any, pack
             assert torch.equal(model(ids, attention_mask=mask, logits_to_keep=5).logits, whole[:, -5:])
             places = torch.tensor([3, 1, width - 1, 3])
             assert torch.equal(model(ids, attention_mask=mask, logits_to_keep=places).logits, whole[:, places])
+            assert torch.equal(model(ids.int(), attention_mask=mask.int()).logits, whole), "ids may be int32"
 
 
 def test_a_loss_of_labels_has_gradients(model: Any) -> None:

@@ -142,6 +142,19 @@ def test_an_update_whose_trainer_left_makes_room_for_a_sleep(llm: LLM, trainer: 
     assert llm.wake_up() and answers(llm) == before
 
 
+def test_an_update_whose_trainer_left_makes_room_for_a_label(llm: LLM, trainer: Sender) -> None:
+    """RL.W8: one that was told of nothing; the label stands in the way of nobody's tensors."""
+    begun = llm.start_weight_update()
+    with pytest.raises(WeightConflictError, match="update_weight_version is not possible while an update is open"):
+        llm.update_weight_version("another")
+    trainer.close()
+    until(lambda: has_gone(llm))
+    llm.update_weight_version("another")
+    assert llm.get_weight_version() == "another"
+    with pytest.raises(WeightConflictError, match=f"session '{begun}' is not open: its trainer has gone"):
+        llm.finish_weight_update(session=begun)
+
+
 def test_an_abort_of_a_session_that_is_not_open_cuts_no_meeting(
     llm: LLM, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

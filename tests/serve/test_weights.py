@@ -245,6 +245,9 @@ class Core:
     def break_weights(self, reason: str) -> None:
         self.broken = reason
 
+    def relabel(self, version: str) -> None:
+        pass
+
     def standing(self) -> Standing:
         return Standing(lost=bool(self.broken), lost_because=self.broken)
 
@@ -282,13 +285,14 @@ def test_an_update_whose_trainer_has_gone_stands_in_nobodys_way() -> None:
     now, core = [0.0], Core(whole=True)
     updates = WeightUpdates(core, Gate(), lambda: now[0], hold_timeout=10)  # type: ignore[arg-type]
     calls = updates.calls()
-    for name in ("init_weight_transfer_engine", "start_weight_update"):
+    for name in ("init_weight_transfer_engine", "update_weight_version", "start_weight_update"):
+        payload = b"\xa1x" if name == "update_weight_version" else b"\x80"
         calls["start_weight_update"](b"\x80")
         now[0] += 3.0
         calls["update_weights"](b"\x80")
         now[0] += 9.0
-        assert b"while an update is open, for 12.0 s" in calls[name](b"\x80").result()
+        assert b"while an update is open, for 12.0 s" in calls[name](payload).result()
         now[0] += 2.0
-        assert b"error" not in _told(updates, calls[name](b"\x80"))
+        assert b"error" not in _told(updates, calls[name](payload))
         assert updates.state is (State.OPEN if name == "start_weight_update" else State.READY)
-    assert updates.stats.num_failed_updates == 2 and not core.broken
+    assert updates.stats.num_failed_updates == 3 and not core.broken and updates.version == "x"

@@ -378,7 +378,8 @@ class _Model:
         rows = known.any(1)
         pack = Pack(known.sum(1)[rows].tolist(), ids[known], device=ids.device)
         hidden = self.module.get_submodule("model")(pack)
-        places = torch.full_like(ids, NO_TOKEN).masked_scatter_(known, torch.arange(len(hidden), device=ids.device))
+        numbers = torch.arange(len(hidden), device=ids.device)
+        places = torch.full_like(ids, NO_TOKEN, dtype=torch.int64).masked_scatter_(known, numbers)
         places = places[:, keep if isinstance(keep, Tensor) else slice(-keep, None)]  # all, if keep is 0
         wanted = places != NO_TOKEN
         logits = self.module.get_submodule("lm_head")(hidden[places[wanted]])

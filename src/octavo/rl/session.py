@@ -331,7 +331,7 @@ class WeightUpdates:
 
     def _set_version(self, version: str) -> None:
         check_version(version)
-        self._refuse_if_open("update_weight_version")
+        self._make_room("update_weight_version")
         self.version = version
         self._core.relabel(version)
 

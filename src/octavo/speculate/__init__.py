@@ -107,16 +107,22 @@ class NoSpeculator:
 NO_SPECULATOR: Speculator = NoSpeculator()
 
 
+def with_method(config: SpeculativeConfig) -> SpeculativeConfig:
+    """These settings, with the method that the drafter's checkpoint says where nobody named it."""
+    if config.method != BY_MODEL:
+        return config
+    from octavo.checkpoint.drafters import method_in
+    from octavo.checkpoint.hub import find_model
+
+    assert config.model, "a model says the method"
+    return dataclasses.replace(config, method=method_in(find_model(config.model, config.revision)))
+
+
 def make_speculator(config: SpeculativeConfig) -> Speculator:
     """Who proposes by these settings. Raises ConfigError for a method that is not known or does not load."""
     if not config.method:
         return NO_SPECULATOR
-    if config.method == BY_MODEL:
-        from octavo.checkpoint.drafters import method_in
-        from octavo.checkpoint.hub import find_model
-
-        assert config.model, "a model says the method"
-        config = dataclasses.replace(config, method=method_in(find_model(config.model, config.revision)))
+    config = with_method(config)
     try:
         found = SPECULATORS.resolve(config.method)
     except ValueError as error:

@@ -36,7 +36,7 @@ from octavo.observe import Count
 from octavo.ops.arrivals import NO_ARRIVALS
 from octavo.ops.placement import placed_by
 from octavo.plan import StepPlan
-from octavo.speculate import NO_SPECULATOR, Speculator, make_speculator
+from octavo.speculate import NO_SPECULATOR, Speculator, make_speculator, with_method
 from octavo.startup import probe
 from octavo.startup.frontend import grammars_of
 from octavo.startup.memory_plan import sized_by
@@ -93,6 +93,7 @@ class Worker:
             with placed_by(self._memory.allocator(WEIGHTS)):
                 size = models.fill(self._model, folder, resolved, seen)
             if self._speculator is NO_SPECULATOR:
+                resolved = dataclasses.replace(resolved, speculative=with_method(resolved.speculative))
                 self._speculator = make_speculator(resolved.speculative)
             with placed_by(self._memory.allocator(WEIGHTS, always_kept=True)):
                 size += self._speculator.load(self._model, resolved)
