@@ -418,8 +418,8 @@ def test_S_1_a_checkpoint_says_its_method_where_nobody_does(tmp_path: Path) -> N
         if model == "eagle":
             random_head(tmp_path)
         assert method_in(find_model(bundled)) == model
-    for name, wanted in (("DFlashDraftModel", "dflash"), ("EagleLlamaForCausalLM", "eagle"), ("x", "draft_model")):
-        assert method_of({"architectures": [name]}, []) == wanted
+    for name, wanted in (("DFlashDraftModel", "dflash"), ("LlamaForCausalLM", "eagle"), ("x", "draft_model")):
+        assert method_of({"architectures": [name]}, ["model.fc.weight"]) == wanted
     whole = ["model.layers.0.mlp.up_proj.weight", "mtp.fc.weight", "model.layers.7.eh_proj.weight"]
     assert method_of({}, whole) == "draft_model" and method_of({}, whole[1:]) == method_of({}, whole[2:]) == "mtp"
     engine = make({"model": "octavo-tiny-eagle3"})

@@ -48,6 +48,7 @@ def test_nothing_said_is_the_null_member() -> None:
             "prompt_lookup_max: must be a whole",
         ),
         ({"method": "ngram", "num_speculative_tokens": 3, "model": "x"}, "method ngram has no use for it"),
+        ({"model": "x", "num_speculative_tokens": 3, "prompt_lookup_max": 3}, "a drafter has no use for it"),
         ({"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "standard"}, "no bit changes"),
         ({"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "x"}, "unknown"),
         ({"method": "ngram", "num_speculative_tokens": 3, "disable_by_batch_size": 8}, "set adaptive_depth"),

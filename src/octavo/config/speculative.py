@@ -110,7 +110,8 @@ def read_speculative(given: Mapping[str, Any]) -> SpeculativeConfig:
             hint = did_you_mean(str(key), _ALL) or f"known keys: {', '.join(taken).replace(_IDLE + ', ', '')}"
             raise _refuse(str(key), value, "unknown key", hint)
         if key not in taken:
-            raise _refuse(key, value, f"method {method} has no use for it", f"it takes {', '.join(taken)}")
+            who = "a drafter" if is_open else f"method {method}"
+            raise _refuse(key, value, f"{who} has no use for it", f"it takes {', '.join(taken)}")
     if method in _NEED_MODEL and "model" not in given:
         raise _refuse("method", method, f"{method} needs a model, the folder or name of its checkpoint", "set model")
     _check_samplers(given)

@@ -58,7 +58,7 @@ def method_of(config: Mapping[str, Any], names: Collection[str]) -> str:
     if found is not None:
         return found
     own = [each for each in names if not each.startswith("mtp.")]
-    if name in HEADS["eagle"] and "fc.weight" in own:
+    if name in HEADS["eagle"] and not {"fc.weight", "model.fc.weight"}.isdisjoint(own):
         return "eagle"
     has_modules = len(own) < len(names) or any(".eh_proj." in each for each in own)
     return "mtp" if has_modules and not any(".layers.0." in each for each in own) else "draft_model"
