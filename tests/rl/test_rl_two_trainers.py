@@ -231,9 +231,9 @@ class Core:
         return [told.get(name, False)]
 
     def ask_beside(self, name: str, reply: type[Any], request: Any = None) -> list[Any]:
-        if name == "weights_update":
+        if name != "weights_cut":
             self.comes.wait(patient(30))
-        return [Received(1, 8, 0.1, False)]
+        return [{} if name == "weights_init" else Received(1, 8, 0.1, False)]
 
     def change_weights(self, apply: Callable[[], bool], identity: str, version: str, running: str) -> tuple[int, str]:
         return 0, running
@@ -271,6 +271,16 @@ def test_an_abort_that_comes_too_late_says_so(updates: WeightUpdates, name: str 
     assert not text_of(updates, whole) and updates.version == "1"
     assert "it was finished, as '1'" in text_of(updates, aborted)
     assert not updates.stats.num_failed_updates
+
+
+def test_an_abort_of_a_meeting_ends_no_update_that_waited_behind_it(updates: WeightUpdates) -> None:
+    """RL.W9: no session was open when it came; without a name it was for the meeting."""
+    meeting = ask(updates, "init_weight_transfer_engine")
+    begun = ask(updates, "start_weight_update")
+    aborted = ask(updates, "abort_weight_update")
+    updates._core.comes.set()  # type: ignore[attr-defined]
+    assert not text_of(updates, aborted) and not text_of(updates, begun) and meeting.done()
+    assert updates.state is State.OPEN and not updates.stats.num_failed_updates
 
 
 def test_an_abort_whose_asker_left_ends_nobodys_next_update(updates: WeightUpdates) -> None:
