@@ -121,6 +121,33 @@ def test_nixl_orders_few_runs_in_the_engines_thread_and_leaves_many_to_another()
     assert not way.orders_at_once(range(1, 64), [*range(2, 40), *range(50, 75)]), "two runs of 36 pages"
 
 
+def test_nixl_waits_in_a_thread_that_a_library_may_work_in_and_ends_a_read_before_its_blocks_are_let_go() -> None:
+    happened: list[Any] = []
+
+    def fails(_: object) -> None:
+        happened.append(("wait", threading.get_ident()))
+        raise TransferError("late")
+
+    said: Any = SimpleNamespace
+    facts: dict[str, Any] = {"agent": b"", "base": 0, "kind": "VRAM", "device": 0, "num_blocks": 9, "page_bytes": 16}
+    way: Any = NixlWay.__new__(NixlWay)
+    region = Region(num_pages=2, blocks=[3], **facts)
+    way._own, way._cache = region, said(enter_thread=lambda: happened.append(("enter", threading.get_ident())))
+    way._reader = lambda *_: said(name="", agent=said(begin=lambda *_: fails))
+    pair = said(mark=lambda _: None, drop_state=lambda: happened.append("dropped"))
+    job = said(touch=lambda: happened.append("touched"), leave=lambda: happened.append("left"))
+    wait = way._order(pair, region, job, [4])
+
+    def rest() -> None:
+        with pytest.raises(TransferError):
+            wait()
+
+    other = threading.Thread(target=rest)
+    other.start()
+    other.join()
+    assert happened == ["touched", ("enter", other.ident), ("wait", other.ident), "dropped", "left"]
+
+
 def test_a_copy_is_not_looked_at_before_it_may_have_ended_as_counted_from_its_launch(monkeypatch):
     """A wait that begins late sleeps for what is left; who looks lets others go on between two looks."""
     now, done = [10.0], list[str]()

@@ -166,6 +166,8 @@ def test_P_9_blocks_come_from_this_host_alone_unless_others_are_named() -> None:
     assert all(map(own.trust, ("127.0.0.1", "127.3.2.1", "::1", "::ffff:127.0.0.1", "localhost", "LocalHost")))
     for host in ("192.0.2.1", "8.8.8.8", "0.0.0.0", "::", "224.0.0.1", "a.name", "127.1", "2130706433", "", "x" * 300):
         assert not own.trust(host), host
+    for zone in ("a\0b", "\u00e9" * 100, "\ud800", "a" * 300):  # the first three no call of the system takes
+        assert not own.trust(f"fe80::1%{zone}"), zone
     assert "this host alone: list its address or network in kv_peers" in own.refusal("192.0.2.1")
     named = peers("192.0.2.7", "10.1.0.0/16", "LOCALHOST", "fd00::/8")
     assert all(map(named.trust, ("192.0.2.7", "10.1.2.3", "::ffff:10.1.2.3", "localhost", "127.0.0.1", "fd00::9")))

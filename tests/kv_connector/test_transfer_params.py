@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from octavo.kv_connector.p2p import _named
 from octavo.request import transfer_params
 from octavo.request.sampling_params import ParameterError, SamplingParams
 from octavo.request.transfer_params import NAME, check, join, of_sibling, split
@@ -75,3 +76,11 @@ def test_P_1_a_second_completion_of_a_prompt_neither_offers_nor_fetches() -> Non
     plain = SamplingParams(n=2, extra_args={NAME: {"max_load_tokens": 5}})
     assert of_sibling(plain) is plain
     assert transfer_params.with_own(params, {"a": 1}).extra_args == {NAME: {"a": 1}, "other": 1}
+
+
+def test_P_1_blocks_whose_numbers_no_cache_has_are_named_by_nobody() -> None:
+    """From Python nothing is checked before; what an engine's own thread lays in arrays is."""
+    places = [(0, 0), (0, 1)]
+    assert _named({"remote_offer": "x", "remote_block_ids": [[3, 4]]}, places) == [3, 4]
+    for wrong in (1 << 63, (1 << 64) - 1, 1 << 31, -1):
+        assert _named({"remote_offer": "x", "remote_block_ids": [[3, wrong]]}, places) == []

@@ -214,6 +214,13 @@ def test_P_every_route_that_generates_offers_and_fetches_by_kv_transfer_params(t
     nested = {"token_ids": IDS, "sampling_params": {"kv_transfer_params": {}}}
     status, wrong = second.ask("POST", "/inference/v1/generate", nested)
     assert status == 400 and "belongs beside sampling_params" in wrong["error"]["message"]
+    far = {"extra_args": {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "fe80::1%\0"}}}
+    for path, body in (
+        ("/v1/completions", {**ASK, **far}),
+        ("/inference/v1/generate", {**nested, "sampling_params": far}),
+    ):
+        status, wrong = second.ask("POST", path, body)
+        assert status == 400 and "belongs beside extra_args" in wrong["error"]["message"]
 
 
 @pytest.mark.parametrize(

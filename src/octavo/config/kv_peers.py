@@ -103,6 +103,6 @@ def _is_own(address: _Address) -> bool:
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((str(address), 0))
-    except OSError:
+    except (OSError, TypeError):  # the latter of a zone that is no text of the system's
         return False
     return True

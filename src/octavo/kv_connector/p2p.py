@@ -28,7 +28,7 @@ from octavo.kv_connector.orders import EngineSide, Order, Orders
 from octavo.kv_connector.peers import NIXL
 from octavo.kv_connector.peers.offers import Wanted
 from octavo.request.request import FinishReason, Request
-from octavo.request.transfer_params import MAX_BLOCKS, REMOTE
+from octavo.request.transfer_params import MAX_BLOCKS, REMOTE, Block
 
 if TYPE_CHECKING:
     from octavo.kv_connector.worker import WorkerConnector
@@ -365,7 +365,7 @@ def _addresses(asked: Mapping[str, Any]) -> list[tuple[str, int]]:
 def _named(asked: Mapping[str, Any], places: Sequence[tuple[int, int]]) -> list[int]:
     """Which blocks of the other engine stand at these places, as the offer says; empty: it does not say so of all."""
     try:
-        tables = msgspec.convert(asked.get("remote_block_ids") or [], list[list[int]])
+        tables = msgspec.convert(asked.get("remote_block_ids") or [], list[list[Block]])
         blocks = [tables[group][place] for group, place in places]
     except (ValueError, IndexError):
         return []

@@ -22,7 +22,7 @@ _MAX_ADDRESSES = 64
 MAX_BLOCKS = 2048  # that are named, of all cache groups together
 _MEANT = ("do_remote_prefill", "do_remote_decode")
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
-_Block = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
+Block = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
 _KINDS: dict[str, tuple[type, str]] = {
     "max_load_tokens": (int, "a whole number of at least 0"),
     "max_offload_tokens": (int, "a whole number of at least 0"),
@@ -69,7 +69,7 @@ def _check_one(said: Mapping[str, Any], label: str, max_tokens: int) -> None:
         wanted = f"must be a list of at most {_MAX_ADDRESSES} pairs of a host and a port"
         raise ParameterError(f"{label}.remote_addresses", wanted, "invalid_type") from None
     try:
-        tables = msgspec.convert(said.get("remote_block_ids") or [], list[list[_Block]])
+        tables = msgspec.convert(said.get("remote_block_ids") or [], list[list[Block]])
         if sum(map(len, tables)) > MAX_BLOCKS:
             raise ValueError
     except ValueError:

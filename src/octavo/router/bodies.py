@@ -17,7 +17,7 @@ TRANSFER = transfer_params.NAME
 _OWN = ("max_load_tokens", "max_offload_tokens", transfer_params.EACH)  # of kv_transfer_params: a client's to say
 _AFFINITY_CHARS = 512  # of a prompt: what begins alike so far goes to one prefill server
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens")
-_LEFT_OUT = (*_LIMITS, "n", "stream_options", "min_tokens", "min_new_tokens")  # of a request for one token
+_LEFT_OUT = (*_LIMITS, "n", "best_of", "stream_options", "min_tokens", "min_new_tokens")  # of a request for one token
 _WHOLE = ("prompt_logprobs", "return_routed_experts", "skip_reading_prefix_cache")  # all of the prompt is computed
 
 

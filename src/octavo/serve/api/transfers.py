@@ -31,6 +31,9 @@ def with_transfer(state: ServeState, given: Mapping[str, Any], wanted: object, w
     warnings: gets what is not acted on. Raises ApiError, ParameterError.
     """
     found = dict(given)
+    extra = found.get("extra_args")
+    if isinstance(extra, Mapping) and extra.get(NAME) is not None:  # past all that is checked here
+        raise bad_request("not_allowed", f"extra_args.{NAME}: belongs beside extra_args", f"extra_args.{NAME}")
     if wanted is None:
         return found
     if not state.engine.config.kv_transfer_config:
@@ -42,7 +45,7 @@ def with_transfer(state: ServeState, given: Mapping[str, Any], wanted: object, w
         raise bad_request("unknown_field", unknown.removesuffix(", ignored"), unknown.partition(":")[0])
     warnings += idle
     said.pop(EACH, None)
-    found["extra_args"] = {**(found.get("extra_args") or {}), NAME: said}
+    found["extra_args"] = {**(extra or {}), NAME: said}
     return found
 
 

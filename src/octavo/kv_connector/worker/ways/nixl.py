@@ -99,7 +99,11 @@ class NixlWay:
 
         def end(meanwhile: Meanwhile = yield_interpreter) -> None:
             try:
+                self._cache.enter_thread()  # another one than ordered it, perhaps
                 wait(meanwhile)
+            except BaseException:  # no byte comes behind its agent's end: then the blocks may be somebody else's
+                pair.drop_state()
+                raise
             finally:
                 job.leave()
 
