@@ -132,7 +132,7 @@ BAD_PARAMS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"temperature": NAN}, ("temperature: must be finite", "nan")),
     ({"temperature": "hot"}, ("temperature: must be a number", "a string of 3 characters")),
     ({"top_p": 0}, ("top_p: ", "(0, 1]", "0")),
-    ({"top_p": 1.1}, ("top_p: ", "[0, 1]", "1.1")),
+    ({"top_p": 1.1}, ("top_p: ", "(0, 1]", "1.1")),
     ({"top_k": -2}, ("top_k: ", "[-1, 2147483647]", "-2")),
     ({"min_p": 2}, ("min_p: ", "[0, 1]", "2")),
     ({"n": 0}, ("n: ", "at least 1", "0")),

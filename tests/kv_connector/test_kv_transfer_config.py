@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -169,8 +171,12 @@ def test_P_9_blocks_come_from_this_host_alone_unless_others_are_named() -> None:
     for zone in ("a\0b", "\u00e9" * 100, "\ud800", "a" * 300):  # the first three no call of the system takes
         assert not own.trust(f"fe80::1%{zone}"), zone
     assert "this host alone: list its address or network in kv_peers" in own.refusal("192.0.2.1")
-    named = peers("192.0.2.7", "10.1.0.0/16", "LOCALHOST", "fd00::/8")
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing; raises where there is no way out
+        assert own.trust(probe.getsockname()[0])
+    named = peers("192.0.2.7", "10.1.0.0/16", "LOCALHOST", "fd00::/8", "::ffff:192.0.2.9", "::ffff:198.51.100.0/120")
     assert all(map(named.trust, ("192.0.2.7", "10.1.2.3", "::ffff:10.1.2.3", "localhost", "127.0.0.1", "fd00::9")))
+    assert all(map(named.trust, ("192.0.2.9", "198.51.100.7"))) and not named.trust("198.51.101.7")
     assert not any(map(named.trust, ("192.0.2.8", "10.2.0.1", "127.0.0.2", "a.name", "10.1.0.0/16")))
 
 

@@ -24,6 +24,7 @@ from torch.distributed import BroadcastOptions, HashStore, TCPStore  # type: ign
 from octavo import LLM, SamplingParams
 from octavo.config.settings import ConfigError
 from octavo.frontend.control import WrongStateError
+from octavo.process_groups.works import wait_for
 from octavo.rl import Sender, WeightSource
 from octavo.rl.moves import Moves
 from octavo.rl.plan import Incoming
@@ -305,7 +306,7 @@ class Work:
 def test_what_ends_between_two_looks_has_not_failed() -> None:
     """RL.W8: a trainer that is slow, and alive."""
     work, looks = Work(), list[int]()
-    group_module._wait_for(work, time.monotonic() + SECONDS, lambda: looks.append(1), is_cuda=False)
+    wait_for(work, time.monotonic() + SECONDS, lambda: looks.append(1), is_cuda=False)
     assert (work.num_waits, len(looks)) == (2, 1)
 
 

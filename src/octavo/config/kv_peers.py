@@ -72,7 +72,9 @@ def _read(given: tuple[str, ...]) -> Peers:
 
 def _networks(entry: str) -> list[_Network]:
     try:
-        return [ipaddress.ip_network(entry)]
+        network = ipaddress.ip_network(entry)
+        mapped = getattr(network.network_address, "ipv4_mapped", None)
+        return [network if mapped is None else ipaddress.ip_network((mapped, max(network.prefixlen - 96, 0)))]
     except ValueError as error:
         if "/" in entry or entry.replace(".", "").isdecimal() or ":" in entry:
             raise ConfigError(_FIELD, entry, f"is no address or network: {error}", _CHANGE) from None
@@ -94,7 +96,7 @@ def _address(host: str) -> _Address | None:
 
 
 def _is_own(address: _Address) -> bool:
-    """Whether it is one of this host's: only those can be bound."""
+    """Whether it is one of this host's: what is sent to it comes from it."""
     if address.is_loopback:
         return True
     if address.is_multicast or address.is_unspecified or address.is_reserved:
@@ -102,7 +104,7 @@ def _is_own(address: _Address) -> bool:
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.bind((str(address), 0))
+            probe.connect((str(address), 9))  # sends nothing
+            return _address(probe.getsockname()[0]) == address
     except (OSError, TypeError):  # the latter of a zone that is no text of the system's
         return False
-    return True
