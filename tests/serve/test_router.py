@@ -12,7 +12,7 @@ import pytest
 
 from octavo.sched.pause import BLOCKS_HELD
 from ports import free_port
-from router_rig import SERVE, Process, server, settled, until, until_at_least, until_held
+from router_rig import Process, server, settled, until, until_at_least, until_held
 
 PROMPT = "def add(a, b):\n" * 9
 ASK = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.8, "seed": 7, "logprobs": 2}
@@ -383,25 +383,6 @@ def test_P_a_router_answers_what_one_server_answers(trio):
     assert router.ask("HEAD", "/v1/models")[0] == second.ask("HEAD", "/v1/models")[0] == 200
     assert router.ask("GET", "/v1/completions")[0] == second.ask("GET", "/v1/completions")[0] == 405
     assert router.ask("POST", "/sleep", {})[0] == 404, "what changes an engine is asked of that engine"
-
-
-def test_C_7_a_load_that_fails_by_the_policy_is_told_as_such(tmp_path):
-    transfer = {"kv_connector": "p2p", "kv_role": "kv_consumer", "kv_port": 0}
-    port = free_port()
-    one = Process(tmp_path / "log", port, "serve", *SERVE, "--kv-transfer-config", json.dumps(transfer))
-    try:
-        one.wait()
-        gone = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": free_port(), "transfer_id": "x"}
-        asked = {**ASK, "kv_transfer_params": {**gone, "remote_num_tokens": 32}}
-        status, body = one.ask("POST", "/v1/completions", asked)
-        assert status == 500 and body["error"]["code"] == "kv_load_failed", body
-        until(one, "octavo:kv_load_failures_total", 1)
-        assert one.metric("vllm:corrupted_requests_total") == 0
-        for name, value in (("remote_port", 65536), ("do_remote_prefill", "yes"), ("remote_host", ["127.0.0.1"])):
-            status, body = one.ask("POST", "/v1/completions", {**ASK, "kv_transfer_params": {name: value}})
-            assert status == 400 and body["error"]["param"] == f"kv_transfer_params.{name}"
-    finally:
-        one.stop()
 
 
 FORGED = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 9, "transfer_id": "x"}

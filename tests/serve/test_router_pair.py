@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -111,3 +112,23 @@ def test_D_1_a_pair_that_cannot_start_ends_the_router_with_its_error_and_exit_co
     ended = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), check=False)
     assert ended.returncode == 2 and "model '/nope': no such folder" in ended.stderr
     assert "server could not start (exit code 2)" in ended.stderr and "ready" not in ended.stdout
+
+
+def test_C_7_a_load_that_fails_by_the_policy_is_told_as_such(tmp_path):
+    ask = {"prompt": "def add(a, b):\n" * 9, "max_tokens": 12}
+    transfer = {"kv_connector": "p2p", "kv_role": "kv_consumer", "kv_port": 0}
+    port = free_port()
+    one = Process(tmp_path / "log", port, "serve", *SERVE, "--kv-transfer-config", json.dumps(transfer))
+    try:
+        one.wait()
+        gone = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": free_port(), "transfer_id": "x"}
+        asked = {**ask, "kv_transfer_params": {**gone, "remote_num_tokens": 32}}
+        status, body = one.ask("POST", "/v1/completions", asked)
+        assert status == 500 and body["error"]["code"] == "kv_load_failed", body
+        until(one, "octavo:kv_load_failures_total", 1)
+        assert one.metric("vllm:corrupted_requests_total") == 0
+        for name, value in (("remote_port", 65536), ("do_remote_prefill", "yes"), ("remote_host", ["127.0.0.1"])):
+            status, body = one.ask("POST", "/v1/completions", {**ask, "kv_transfer_params": {name: value}})
+            assert status == 400 and body["error"]["param"] == f"kv_transfer_params.{name}"
+    finally:
+        one.stop()
