@@ -67,6 +67,8 @@ def as_int(name: str, value: object, low: int, high: int) -> int:
 
 def as_float(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
     """`value` as a plain finite float in [low, high], or `above` low; bools are refused, ints are taken."""
+    if type(value) is float and low <= value <= high and not (above and value == low):
+        return value
     bounds = f"{'(' if above else '['}{low:g}, {high:g}]"
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, int | numbers.Real):

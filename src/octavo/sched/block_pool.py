@@ -189,8 +189,7 @@ class BlockPool:
 
     def are_sole(self, blocks: Iterable[int]) -> bool:
         """Whether each of these blocks has one reference."""
-        references = self._references
-        return all(references[block] == 1 for block in blocks)
+        return set(map(self._references.__getitem__, blocks)) <= {1}
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Let no hash find these blocks; who has references to them keeps them."""

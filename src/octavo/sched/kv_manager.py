@@ -17,6 +17,8 @@ has the blocks of its planned tokens in every group, and every entry that a late
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Iterable, Sequence
 
 from octavo.cache.groups import CacheGroup
@@ -489,9 +491,10 @@ class KVManager:
             return reversed(entry.tables[0])
         if self._are_alike:
             return (block for blocks in zip(*map(reversed, entry.tables), strict=True) for block in blocks)
-        ends = [
-            ((index // group.parts.blocks + 1) * group.block_size, block)
-            for group, table in zip(self._groups, entry.tables, strict=True)
-            for index, block in enumerate(table)
-        ]
-        return (block for _, block in sorted(ends, key=lambda end: end[0], reverse=True))
+        ends: list[tuple[int, list[int]]] = []  # of each entry: its last token, its blocks
+        for group, table, first in zip(self._groups, entry.tables, entry.num_dead, strict=True):
+            num, size = group.parts.blocks, group.block_size
+            last = len(table) // num
+            ends += [((index + 1) * size, table[index * num : (index + 1) * num]) for index in range(first, last)]
+        ends.sort(key=operator.itemgetter(0), reverse=True)
+        return itertools.chain.from_iterable([blocks for _, blocks in ends])
