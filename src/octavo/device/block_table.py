@@ -7,6 +7,7 @@ entries of a row are its kernel blocks; entries beyond are garbage and never rea
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from octavo.cache.groups import CacheGroup
 from octavo.cache.kernel_blocks import BlockMap
 from octavo.device.staging import Queue, StagedTensor
-from octavo.plan import NewBlocks, StepLimits
+from octavo.plan import IntArray, NewBlocks, StepLimits
 
 
 class BlockTables:
@@ -54,20 +55,19 @@ class BlockTables:
         self.tables = [StagedTensor(num_rows, width, torch.int32, device, queue) for width in self._widths]
         self._counts = [np.zeros(limits.max_num_rows, np.int64) for _ in groups]
 
-    def append(self, row: int, block_ids: Sequence[Sequence[int]], *, overwrite: bool = False) -> None:
-        """Stage block ids for `row`, per group: after its live ones, or from the start if `overwrite`.
+    def begin(self, rows: IntArray, block_ids: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Stage the blocks of rows, from their start: block_ids[i], per group, are those of rows[i].
 
-        Raises RuntimeError, and stages nothing for that group and those after it, where they do not fit the row.
+        Raises RuntimeError, and stages nothing for that group and those after it, where they do not fit a row.
         """
         for index, source in enumerate(self._sources):
-            ids = block_ids[source]
-            start = 0 if overwrite else int(self._counts[index][row])
-            kernel_ids = self._maps[index].expand(ids) if ids else ()
-            end = start + len(kernel_ids)
-            self._check_width(index, row, end)
-            if kernel_ids:
-                self.tables[index].stage(row, start, kernel_ids)
-            self._counts[index][row] = end
+            ids = [self._maps[index].expand(own[source]) for own in block_ids]
+            counts = np.array([*map(len, ids)])
+            longest = int(counts.argmax())
+            self._check_width(index, int(rows[longest]), int(counts[longest]))
+            some = counts > 0
+            self.tables[index].stage_lines(rows[some], counts[some], itertools.chain.from_iterable(ids))
+            self._counts[index][rows] = counts
 
     def extend(self, new_blocks: Sequence[NewBlocks]) -> None:
         """Stage what a plan appends to rows that are there: per group, or nothing at all.

@@ -127,13 +127,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
 
     def __post_init__(self) -> None:
         """Check and normalise; runs on construction, decoding and `msgspec.structs.replace` alike."""
-        for name, low, high in _FLOATS:
-            force_setattr(self, name, as_float(name, getattr(self, name), low, high, above=name == "top_p"))
+        for name, low, high in _FLOATS:  # nearly all values are as they should be: what is quick is asked first
+            value = getattr(self, name)
+            if type(value) is not float or not low <= value <= high or (value == low and name == "top_p"):
+                force_setattr(self, name, as_float(name, value, low, high, above=name == "top_p"))
         if (num := plain_int(self.n)) is not None and num < 1:  # how many there may be is the engine's max_n
             raise ParameterError("n", f"must be at least 1, got {shown(num)}")
         for name, low, high, optional in _INTS:
             value = getattr(self, name)
-            if value is not None or not optional:
+            if (type(value) is not int or not low <= value <= high) and not (value is None and optional):
                 force_setattr(self, name, as_int(name, value, low, high))
         for name in _BOOLS:
             if type(getattr(self, name)) is not bool:

@@ -1,7 +1,8 @@
 """Growth: blocks for running requests, as a plan brings them further, and who is preempted for them.
 
-Owns how many blocks are kept free for them. Knows neither budgets nor results. Invariant: after `grow` every row that was not preempted
-has the blocks of its planned tokens, and of those that a drafter's layers are written for behind them.
+Owns how many blocks are kept free for them. Knows neither budgets nor results. Invariant: after `grow` every row that
+was not preempted has the blocks of its planned tokens, and of those that a drafter's layers are written for behind
+them.
 """
 
 from __future__ import annotations
