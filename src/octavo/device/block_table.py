@@ -65,8 +65,8 @@ class BlockTables:
             counts = np.array([*map(len, ids)])
             longest = int(counts.argmax())
             self._check_width(index, int(rows[longest]), int(counts[longest]))
-            some = counts > 0
-            self.tables[index].stage_lines(rows[some], counts[some], itertools.chain.from_iterable(ids))
+            some, all_ids = counts > 0, np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(counts.sum()))
+            self.tables[index].stage_lines(rows[some], counts[some], all_ids)
             self._counts[index][rows] = counts
 
     def extend(self, new_blocks: Sequence[NewBlocks]) -> None:
@@ -85,15 +85,19 @@ class BlockTables:
             if block_map.ratio > 1:
                 rows = np.repeat(rows, block_map.ratio)
                 ids = np.array(block_map.expand(ids.tolist()))
-            columns, begins = counts[rows], rows[1:] != rows[:-1]  # pairs of a row are neighbours
+            begins, lengths = rows[1:] != rows[:-1], None  # pairs of a row are neighbours
             if np.count_nonzero(begins) < len(begins):
                 firsts = np.concatenate(([0], begins.nonzero()[0] + 1))
-                lengths = np.diff(firsts, append=len(rows))
-                columns += np.arange(len(rows)) - np.repeat(firsts, lengths)
-            longest = int(columns.argmax())
-            self._check_width(index, int(rows[longest]), int(columns[longest]) + 1)
-            self.tables[index].stage_each(rows, columns, ids)
-            counts[rows] = columns + 1  # of a row the last, and largest, stays
+                lengths, rows = np.diff(firsts, append=len(rows)), rows[firsts]
+            starts = counts[rows]
+            ends = starts + (1 if lengths is None else lengths)
+            longest = int(ends.argmax())
+            self._check_width(index, int(rows[longest]), int(ends[longest]))
+            if lengths is None:
+                self.tables[index].stage_each(rows, starts, ids)
+            else:
+                self.tables[index].stage_lines(rows, lengths, ids, starts)
+            counts[rows] = ends
 
     def _check_width(self, index: int, row: int, end: int) -> None:
         width = self._widths[index]

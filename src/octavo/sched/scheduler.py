@@ -452,7 +452,7 @@ class Scheduler:
         self._running.enter(request)
         self._growth.enter(HEADROOM_BLOCKS, request, work)
         self.loads.enter(request)
-        self.drafting.depth.clear(np.array([request.row]))
+        self.drafting.depth.clear(request.row)
         work.admit(request, num_computed, num_new, blocks)
 
     def _preempt(self, request: Request, sound: int | None = None) -> None:
