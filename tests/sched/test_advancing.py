@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-import torch
 
-from octavo.bench.shapes import SHAPES
-from octavo.cache.groups import CacheGroup, block_bytes, make_groups
-from octavo.cache.specs import AttentionSpec, LayerSpec, NoCache
+from octavo.bench.shapes import SHAPES, nemotron_groups
+from octavo.cache.groups import block_bytes
 from octavo.config.engine_config import DEFAULT_BLOCK_SIZE
-from octavo.layers.recurrent import Mamba2Scan, ShortConvolution, state_spec
 from octavo.request.request import Request
 from octavo.request.structured_outputs import StructuredOutputsParams
 from octavo.request.thinking import Thinking
@@ -20,21 +17,6 @@ from sched_harness import full, make_request, make_scheduler, states
 from step_words import result_of
 
 GIB = 1 << 30
-
-
-def groups_of(facts: dict, block_size: int) -> tuple[CacheGroup, ...]:
-    """The cache groups of a shape of Nemotron-H's in bfloat16, states in float32."""
-    heads, size, shared = facts["mamba_num_heads"], facts["mamba_head_dim"], facts["n_groups"] * facts["ssm_state_size"]
-    conv = ShortConvolution(0, heads * size + 2 * shared, facts["conv_kernel"], torch.bfloat16)
-    scan = Mamba2Scan(0, heads, size, facts["n_groups"], facts["ssm_state_size"], torch.bfloat16)
-    attention = AttentionSpec(
-        num_heads=facts["num_attention_heads"],
-        num_kv_heads=facts["num_key_value_heads"],
-        head_size=facts["head_dim"],
-        scale=0.1,
-    )
-    specs: dict[str, LayerSpec] = {"M": state_spec(conv, scan), "*": attention, "-": NoCache()}
-    return make_groups([specs[letter] for letter in facts["hybrid_override_pattern"]], block_size, 2)
 
 
 def decode(scheduler: Scheduler) -> tuple[int, int]:
@@ -57,7 +39,7 @@ def run_shape(
     num_rows: int, num_bytes: int, block_size: int = DEFAULT_BLOCK_SIZE["cuda"], **options
 ) -> tuple[int, int, int]:
     """Requests of 16 tokens that decode 256, on Nemotron-H's shape: (steps, preemptions, most bytes in use)."""
-    groups = groups_of(SHAPES["mamba2"], block_size)
+    groups = nemotron_groups(SHAPES["mamba2"], block_size)
     size = block_bytes(groups, 2)
     scheduler = make_scheduler(
         groups,
