@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -96,6 +97,16 @@ class Advancing:
             table += blocks
             new.append(blocks)
         return new
+
+    def tail_first(self, tables: Sequence[Sequence[int]], num_dead: Sequence[int]) -> Iterable[int]:
+        """All blocks of a request, entry by entry, those that hold its last tokens first. num_dead: see KVManager."""
+        ends: list[tuple[int, Sequence[int]]] = []  # of each entry: where its tokens end, its blocks
+        for (group, _), table, first in zip(self._groups, tables, num_dead, strict=True):
+            num, size = group.parts.blocks, group.block_size
+            last = len(table) // num
+            ends += [((index + 1) * size, table[index * num : (index + 1) * num]) for index in range(first, last)]
+        ends.sort(key=operator.itemgetter(0), reverse=True)
+        return itertools.chain.from_iterable([blocks for _, blocks in ends])
 
     def _find_written(self, lengths: tuple[int, ...], num_tokens: int, low: int) -> list[list[bool]]:
         """Per group the entries that tables of so many blocks lack for so many tokens: whether each is written."""
