@@ -15,7 +15,7 @@ import dataclasses
 import difflib
 import enum
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -266,7 +266,7 @@ BOOL_FIELDS = frozenset(_BOOLS)
 def _normalise_strings(params: SamplingParams) -> None:
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     force_setattr(params, "stop", as_strings("stop", stop, MAX_STOP_STRINGS, MAX_STOP_CHARS))
-    num_chars = sum(map(len, params.stop_strings))
+    num_chars = sum(map(len, params.stop_strings)) if stop else 0
     if num_chars > MAX_ALL_STOP_CHARS:
         raise ParameterError("stop", f"may have {MAX_ALL_STOP_CHARS} characters together, got {num_chars}")
     words = as_strings("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
@@ -371,13 +371,16 @@ def check(params: SamplingParams, limits: Limits, num_prompt_tokens: int) -> int
             raise ParameterError(name, f"must be <= max_logprobs {limits.max_logprobs}, got {value}")
         if value == -1 and limits.max_logprobs < limits.vocab_size:
             raise ParameterError(name, f"-1 means all: it needs max_logprobs -1, which is {limits.max_logprobs}")
-    lists = {name: getattr(params, name) for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids")}
-    lists |= {
-        "logit_bias": params.logit_bias,
-        "bad_words": [max(ids) for ids in params.bad_words_token_ids or ()],
-        "scored_token_id": [params.scored_token_id or 0],
-    }
-    for name, ids in lists.items():
+    words, scored = params.bad_words_token_ids, params.scored_token_id
+    lists: tuple[tuple[str, Collection[int] | None], ...] = (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logprob_token_ids", params.logprob_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("logit_bias", params.logit_bias),
+        ("bad_words", [max(ids) for ids in words] if words else None),
+        ("scored_token_id", None if scored is None else [scored]),
+    )
+    for name, ids in lists:
         if ids and max(ids) >= limits.vocab_size:
             message = f"token ids must be below {limits.vocab_size}, got {max(ids)}"
             raise ParameterError(name, message, "invalid_token_id")

@@ -88,12 +88,15 @@ def as_list(name: str, value: object, most: int, wanted: str) -> list[Any]:
     """`value` as a list of at most `most` entries, None as an empty one."""
     if value is None:
         return []
-    if isinstance(value, str | bytes | dict) or not (isinstance(value, Sized) and isinstance(value, Iterable)):
-        raise type_error(name, wanted, value)
-    try:
+    if type(value) is list:
         num = len(value)
-    except TypeError:  # arrays without an axis
-        raise type_error(name, wanted, value) from None
+    elif isinstance(value, str | bytes | dict) or not (isinstance(value, Sized) and isinstance(value, Iterable)):
+        raise type_error(name, wanted, value)
+    else:
+        try:
+            num = len(value)
+        except TypeError:  # arrays without an axis
+            raise type_error(name, wanted, value) from None
     if num > most:
         raise ParameterError(name, f"may hold at most {most} entries, got {num}", "too_many_items")
     return list(value)
