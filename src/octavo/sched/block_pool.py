@@ -183,6 +183,14 @@ class BlockPool:
                 cached[name] = block
                 found[block] = (group, name)
 
+    def publish_entry(self, blocks: Iterable[int], first: int, name: bytes) -> None:
+        """`publish` of an entry that has a block in each group from `first` on."""
+        found = self._hashes
+        for group, (block, cached) in enumerate(zip(blocks, self._cached[first:], strict=False), first):
+            if block != NULL_BLOCK and name not in cached:
+                cached[name] = block
+                found[block] = (group, name)
+
     def unpublish(self, block_hash: bytes) -> None:
         """Let the content be found in no group. Who has references to its blocks keeps them."""
         for cached in self._cached:
