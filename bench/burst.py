@@ -48,7 +48,7 @@ class Engine:
         limits = StepLimits(
             max_num_rows=num_requests, max_num_tokens=NUM_PROMPT * num_requests, max_model_len=LIMITS.max_model_len
         )
-        kv = KVManager(groups, NUM_BLOCKS * num_requests, enable_prefix_caching=caching, advances=True)
+        kv = KVManager(groups, NUM_BLOCKS * max(num_requests, 16), enable_prefix_caching=caching, advances=True)
         runner = NullRunner(groups, limits, torch.arange(num_requests) + 50)
         self._core = EngineCore(Scheduler(kv, limits), InlineExecutor(runner), async_scheduling=True)
         self._frontend = Frontend(InProcessClient(self._core), NoTokenizer(), LIMITS, coalesces=True)
