@@ -17,15 +17,18 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from null_device import NullRunner
-from octavo.bench.shapes import SHAPES, nemotron_groups
-from octavo.cache.groups import CacheGroup
+from octavo.bench.shapes import SHAPES
+from octavo.cache.groups import CacheGroup, make_groups
+from octavo.cache.specs import AttentionSpec, LayerSpec, NoCache
 from octavo.engine import EngineCore
 from octavo.frontend.frontend import Frontend, Prompt
 from octavo.frontend.in_process import InProcessClient
+from octavo.layers.recurrent import Mamba2Scan, ShortConvolution, state_spec
 from octavo.plan import StepLimits
 from octavo.request.sampling_params import Limits, RequestOutputKind, SamplingParams, check_token_ids
 from octavo.sched.kv_manager import KVManager
@@ -38,6 +41,21 @@ BLOCK_SIZE, NUM_BLOCKS = 64, 210
 NUM_PROMPT, NUM_OUTPUT = 16, 130
 BORDER = BLOCK_SIZE - NUM_PROMPT + 1  # the step that computes the first token of the second block
 LIMITS = Limits(vocab_size=4096, max_model_len=4096)
+
+
+def nemotron_groups(facts: dict[str, Any], block_size: int) -> tuple[CacheGroup, ...]:
+    """The cache groups of a shape of Nemotron-H's in bfloat16, states in float32."""
+    heads, size, shared = facts["mamba_num_heads"], facts["mamba_head_dim"], facts["n_groups"] * facts["ssm_state_size"]
+    conv = ShortConvolution(0, heads * size + 2 * shared, facts["conv_kernel"], torch.bfloat16)
+    scan = Mamba2Scan(0, heads, size, facts["n_groups"], facts["ssm_state_size"], torch.bfloat16)
+    attention = AttentionSpec(
+        num_heads=facts["num_attention_heads"],
+        num_kv_heads=facts["num_key_value_heads"],
+        head_size=facts["head_dim"],
+        scale=facts["head_dim"] ** -0.5,
+    )
+    specs: dict[str, LayerSpec] = {"M": state_spec(conv, scan), "*": attention, "-": NoCache()}
+    return make_groups([specs[letter] for letter in facts["hybrid_override_pattern"]], block_size, 2)
 
 
 class Engine:

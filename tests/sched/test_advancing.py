@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import msgspec
 import pytest
 
-from octavo.bench.shapes import SHAPES, nemotron_groups
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+
+from burst import nemotron_groups
+from octavo.bench.shapes import SHAPES
 from octavo.cache.groups import block_bytes
 from octavo.config.engine_config import DEFAULT_BLOCK_SIZE
 from octavo.request.request import Request

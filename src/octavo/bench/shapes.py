@@ -7,10 +7,7 @@ any implementation has to read or multiply.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from octavo.cache.groups import CacheGroup
+from typing import Any
 
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -112,27 +109,6 @@ class LayerWork:
         """Weights that a step of so many rows reads, where rows choose experts at random."""
         missed = (1 - self.experts_per_token / self.num_experts) ** rows if self.num_experts else 1.0
         return self.weights + self.expert * self.num_experts * (1 - missed)
-
-
-def nemotron_groups(facts: dict[str, Any], block_size: int) -> tuple[CacheGroup, ...]:
-    """The cache groups of a shape of Nemotron-H's in bfloat16, states in float32."""
-    import torch
-
-    from octavo.cache.groups import make_groups
-    from octavo.cache.specs import AttentionSpec, LayerSpec, NoCache
-    from octavo.layers.recurrent import Mamba2Scan, ShortConvolution, state_spec
-
-    heads, size, shared = facts["mamba_num_heads"], facts["mamba_head_dim"], facts["n_groups"] * facts["ssm_state_size"]
-    conv = ShortConvolution(0, heads * size + 2 * shared, facts["conv_kernel"], torch.bfloat16)
-    scan = Mamba2Scan(0, heads, size, facts["n_groups"], facts["ssm_state_size"], torch.bfloat16)
-    attention = AttentionSpec(
-        num_heads=facts["num_attention_heads"],
-        num_kv_heads=facts["num_key_value_heads"],
-        head_size=facts["head_dim"],
-        scale=facts["head_dim"] ** -0.5,
-    )
-    specs: dict[str, LayerSpec] = {"M": state_spec(conv, scan), "*": attention, "-": NoCache()}
-    return make_groups([specs[letter] for letter in facts["hybrid_override_pattern"]], block_size, 2)
 
 
 def layers_of(facts: dict[str, Any]) -> list[LayerWork]:
