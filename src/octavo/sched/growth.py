@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -35,7 +36,7 @@ class Growth:
         """`preempt`: lets a request wait without its blocks."""
         self._kv, self._running, self._loads, self._drafting = kv, running, loads, drafting
         self._preempt, self._max_model_len = preempt, max_model_len
-        self._of_one: dict[tuple[int, int], int] = {}  # the headroom of a request by what it has computed
+        self._of_one = functools.lru_cache(4096)(lambda num, computed: self._headroom(num, np.array([computed])))
 
     def headroom(self, num: int, work: PlanBuilder) -> int:
         """Blocks that are kept free for those who run when one more is admitted. num: of tokens, for each and group."""
@@ -47,10 +48,7 @@ class Growth:
     def enter(self, num: int, request: Request, work: PlanBuilder) -> None:
         """Count the headroom of a request that was just admitted."""
         if work.headroom is not None:
-            computed = request.num_computed
-            if (own := self._of_one.get((num, computed))) is None:
-                own = self._of_one[num, computed] = self._headroom(num, np.array([computed]))
-            work.headroom += own
+            work.headroom += self._of_one(num, request.num_computed)
 
     def _headroom(self, num: int, computed: IntArray) -> int:
         if not self._kv.cuts or not num:
