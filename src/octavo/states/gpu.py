@@ -7,6 +7,7 @@ device, so graphs may hold it.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,8 +27,10 @@ from octavo.ops.scan.conv_decode_gpu import decode_convolution
 from octavo.ops.scan.conv_gpu import convolve_prompts, short_convolution
 from octavo.ops.scan.kept import form_of
 from octavo.ops.scan.mamba1_gpu import mamba1_scan
+from octavo.ops.scan.mamba2_advance_gpu import mamba2_advance
 from octavo.ops.scan.mamba2_decode_gpu import mamba2_decode, programs_of
-from octavo.ops.scan.mamba2_gpu import mamba2_advance, mamba2_scan
+from octavo.ops.scan.mamba2_gpu import mamba2_advance as old_advance
+from octavo.ops.scan.mamba2_gpu import mamba2_scan
 from octavo.ops.scan.mamba2_walk_gpu import mamba2_walk
 from octavo.states import composed, delta_gpu
 from octavo.states.base import LayerStates
@@ -58,6 +61,8 @@ _STREAMS = {True: Stream(2, 3, 255, 528), False: Stream(4, 2, 168, 396)}
 _MOST_STATES, _FEW_CHANNELS = 128, 32  # of float32: with more states, more channels do not fit a Hopper's shared memory
 # That advance states of Mamba-2: programs, two a processor; heads on their way or used; registers of a thread.
 _ADVANCE_PROGRAMS, _ADVANCE_STAGES, _ADVANCE_REGISTERS = 264, 3, 128
+_ADVANCE_HEADS = 16
+OLD = False
 _MOST_ROWS = 512  # for which one kernel is compiled
 
 
@@ -163,8 +168,11 @@ class GpuStates:
             return
         wide, warps = _mamba2_tile(scan.head_size, _ADVANCING, scan.state_size, x)
         is_small = x.dtype is not torch.float32 and scan.state_size <= _MOST_STATES
-        tasks = len(firsts) * num_rows * scan.num_heads * -(-scan.head_size // wide)
-        mamba2_advance[(min(tasks, _ADVANCE_PROGRAMS),)](
+        each = math.gcd(scan.num_heads // scan.num_groups, _ADVANCE_HEADS)
+        tasks = len(firsts) * num_rows * scan.num_heads // each * -(-scan.head_size // wide)
+        kernel = mamba2_advance if not OLD else old_advance
+        own_shape = _mamba2_shape(own, scan, told, x, wide) | ({} if OLD else {"EACH": each})
+        kernel[(min(tasks, _ADVANCE_PROGRAMS),)](
             step.rows,
             step.query_start,
             step.seq_lens,
@@ -174,7 +182,7 @@ class GpuStates:
             *told.tables,
             *told.kept,
             *firsts[0],
-            **_mamba2_shape(own, scan, told, x, wide),
+            **own_shape,
             ROWS_PADDED=padded_length(max(num_rows, _MOST_ROWS)),
             STAGES=_ADVANCE_STAGES if is_small else 1,
             maxnreg=_ADVANCE_REGISTERS if is_small else None,

@@ -1,0 +1,67 @@
+"""Temporary: the advance of states alone, by variants."""
+import sys, traceback
+import torch
+import states
+from states import DEVICE, DRY
+from octavo.states import gpu
+import mamba2 as bench
+
+def measure(num_rows, variants):
+    run, rows = states.operator("mamba2", [1] * num_rows, 127)
+    for store in (*rows.own.states, *rows.own.kept_inputs):
+        store.data.normal_()
+    for name, store in zip(rows.own.input_names, rows.own.kept_inputs, strict=True):
+        if name in ("decay", "dt"):
+            store.data.abs_().mul_(-0.1 if name == "decay" else 0.1)
+    rows.case.run(rows.backend, rows.own, [torch.randn(num_rows, *each.shape[1:], device=DEVICE).to(each.dtype) for each in rows.drawn[0]])
+    own, scan = rows.own, rows.case.part.operands
+    told = rows.backend._tell_mamba2(own, scan)
+    buffer = rows.pool.buffer
+    expected = None
+    for name, (setup) in variants:
+        try:
+            for key, value in setup.items():
+                if key == "tile": gpu._MAMBA2_TILES["advance"] = value
+                else: setattr(gpu, key, value)
+            go = lambda: rows.backend._advance_mamba2(own, scan, num_rows, [told.firsts])
+            # the states behind are spoilt first
+            spoil(own)
+            go()
+            torch.cuda.synchronize() if not DRY else None
+            found = digest(buffer)
+            if expected is None: expected = found
+            same = "" if found == expected else " OTHER BITS"
+            spoil(own)
+            if digest(buffer) == expected: same += " NOT SPOILT"
+            us = bench.graph_us(go)
+            bytes_ = num_rows * (2 * 4 * 128 * 64 * 128 + 64 * (2 * 128 * 64 + 2 * 8 * 128 + 8 * 128))
+            print(f"{num_rows:4} rows {name:<44} {us:8.1f} us, {bytes_ / us / 1e6:5.2f} TB/s{same}", flush=True)
+        except Exception as error:
+            if DRY: traceback.print_exc()
+            print(f"{num_rows:4} rows {name:<44} FAILED {type(error).__name__} {str(error)[:150]}", flush=True)
+
+def digest(buffer):
+    flat = buffer.view(-1).view(torch.int32)
+    return [int(part.to(torch.int64).mul(torch.arange(1, part.numel() + 1, device=part.device)).sum()) for part in flat.split(1 << 26)]
+
+def spoil(own):
+    """States behind 128 tokens: entry 1 of the table."""
+    store, table = own.states[0], own.state_table
+    blocks = store.blocks
+    ids = table[:, blocks : 2 * blocks].flatten().long()
+    store.data[ids] = 7.25
+
+if __name__ == "__main__":
+    old = {"OLD": True, "tile": (64, 8), "_ADVANCE_PROGRAMS": 264, "_ADVANCE_STAGES": 3, "_ADVANCE_REGISTERS": 128}
+    variants = [("old", old)]
+    for tile, programs, stages, registers, heads in (
+        ((64, 8), 264, 3, 128, 16), ((64, 8), 264, 2, 128, 16), ((64, 8), 264, 2, 128, 8), ((64, 8), 264, 3, 128, 8),
+        ((64, 4), 264, 2, 255, 16), ((64, 4), 264, 3, 255, 16), ((64, 4), 396, 2, 168, 16), ((64, 8), 132, 4, 255, 16), ((64, 8), 132, 3, 255, 16),
+        ((64, 8), 396, 2, 80, 16), ((32, 8), 396, 3, 80, 16), ((32, 4), 528, 3, 128, 16), ((64, 8), 528, 2, 128, 16),
+    ):
+        variants.append((f"{tile} {programs} programs {stages} stages {registers} regs {heads} heads", {"OLD": False, "tile": tile, "_ADVANCE_PROGRAMS": programs, "_ADVANCE_STAGES": stages, "_ADVANCE_REGISTERS": registers, "_ADVANCE_HEADS": heads}))
+    more = getattr(gpu, "MORE_VARIANTS", [])
+    variants[1:1] = more
+    for rows in (2,) if DRY else (64, 512):
+        measure(rows, variants if rows == 64 or DRY else variants)
+        if not DRY: torch.cuda.empty_cache()
