@@ -23,6 +23,7 @@ from octavo.ops.scan import (
     Mamba1Operands,
     Mamba2Operands,
 )
+from octavo.ops.scan import mamba2_advance as mamba2_advance_cuda
 from octavo.ops.scan.conv_decode_gpu import decode_convolution
 from octavo.ops.scan.conv_gpu import convolve_prompts, short_convolution
 from octavo.ops.scan.kept import form_of
@@ -63,6 +64,7 @@ _MOST_STATES, _FEW_CHANNELS = 128, 32  # of float32: with more states, more chan
 _ADVANCE_PROGRAMS, _ADVANCE_STAGES, _ADVANCE_REGISTERS = 264, 3, 128
 _ADVANCE_HEADS = 16
 OLD = False
+CUDA = {}
 _MOST_ROWS = 512  # for which one kernel is compiled
 
 
@@ -166,6 +168,16 @@ class GpuStates:
             for each in firsts:  # no two of them are alike
                 self._advance_mamba2(own, scan, num_rows, [each])
             return
+        heads, sizes = (scan.num_heads, scan.num_groups), (scan.head_size, scan.state_size)
+        if CUDA and _is_parted(told.kept[0], x) and mamba2_advance_cuda.serves(heads, sizes, own.chunk, num_rows, told.kept):
+            macros = mamba2_advance_cuda.macros(heads, own.block_size, told.forms) | CUDA
+            if mamba2_advance_cuda.is_loaded(macros, x.device):
+                tables = [each.data_ptr() for each in (told.tables[0], told.tables[2])]
+                steps = [each.data_ptr() for each in (step.rows, step.query_start, step.seq_lens)]
+                kept = [each.data_ptr() for each in told.kept]
+                numbers = num_rows, len(firsts), *next, told.tables[1], told.tables[3], *firsts[0]
+                mamba2_advance_cuda.launch(mamba2_advance_cuda.Told(*steps, *tables, *kept, *numbers), macros, x.device)
+                return
         wide, warps = _mamba2_tile(scan.head_size, _ADVANCING, scan.state_size, x)
         is_small = x.dtype is not torch.float32 and scan.state_size <= _MOST_STATES
         each = math.gcd(scan.num_heads // scan.num_groups, _ADVANCE_HEADS)
