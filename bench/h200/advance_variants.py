@@ -6,6 +6,12 @@ from states import DEVICE, DRY
 from octavo.states import gpu
 import mamba2 as bench
 
+CUDAS = [
+    {"EACH": 16}, {"EACH": 8}, {"EACH": 4}, {"EACH": 16, "FETCH": 2}, {"EACH": 16, "FETCH": 4}, {"EACH": 16, "FETCH": 8}, {"EACH": 8, "FETCH": 8},
+    {"EACH": 16, "HINT": 1}, {"EACH": 16, "HINT": 2}, {"EACH": 16, "HINT": 3}, {"EACH": 16, "HINT": 4}, {"EACH": 16, "FETCH": 4, "HINT": 3}, {"EACH": 16, "FETCH": 16, "HINT": 3},
+]
+
+
 def measure(num_rows, variants):
     run, rows = states.operator("mamba2", [1] * num_rows, 127)
     for store in (*rows.own.states, *rows.own.kept_inputs):
@@ -55,7 +61,7 @@ if __name__ == "__main__":
     old = {"OLD": True, "tile": (64, 8), "_ADVANCE_PROGRAMS": 264, "_ADVANCE_STAGES": 3, "_ADVANCE_REGISTERS": 128, "CUDA": {}}
     variants = [("old", old)]
     if "cuda" in sys.argv:
-        variants += [(f"CUDA {own}", old | {"CUDA": own}) for own in ({"EACH": 16}, {"EACH": 8}, {"EACH": 4})]
+        variants += [(f"CUDA {own}", old | {"CUDA": own}) for own in CUDAS]
     for tile, programs, stages, registers, heads in () if "cuda" in sys.argv else (
         ((64, 8), 264, 3, 128, 16), ((64, 8), 264, 2, 128, 16), ((64, 8), 264, 2, 128, 8), ((64, 8), 264, 3, 128, 8),
         ((64, 4), 264, 2, 255, 16), ((64, 4), 264, 3, 255, 16), ((64, 4), 396, 2, 168, 16), ((64, 8), 132, 4, 255, 16), ((64, 8), 132, 3, 255, 16),
@@ -68,7 +74,7 @@ if __name__ == "__main__":
         print(f"a copy {(2 << 30) / us / 1e6:.2f} TB/s", flush=True)
         del one, other
     for rows in (2,) if DRY else (64, 512):
-        measure(rows, variants if rows == 64 or DRY else variants[:8])
+        measure(rows, variants)
         if not DRY:
             torch.cuda.empty_cache()
     if "cuda" in sys.argv and not DRY:
