@@ -63,9 +63,7 @@ if __name__ == "__main__":
     if "cuda" in sys.argv:
         variants += [(f"CUDA {own}", old | {"CUDA": own}) for own in CUDAS]
     for tile, programs, stages, registers, heads in () if "cuda" in sys.argv else (
-        ((64, 8), 264, 3, 128, 16), ((64, 8), 264, 2, 128, 16), ((64, 8), 264, 2, 128, 8), ((64, 8), 264, 3, 128, 8),
-        ((64, 4), 264, 2, 255, 16), ((64, 4), 264, 3, 255, 16), ((64, 4), 396, 2, 168, 16), ((64, 8), 132, 4, 255, 16), ((64, 8), 132, 3, 255, 16),
-        ((64, 8), 396, 2, 80, 16), ((32, 8), 396, 3, 80, 16), ((32, 4), 528, 3, 128, 16), ((64, 8), 528, 2, 128, 16),
+        ((64, 4), 264, 2, 255, 16), ((64, 4), 264, 2, 255, 8), ((64, 4), 264, 1, 255, 16), ((64, 4), 264, 2, 232, 16),
     ):
         variants.append((f"{tile} {programs} programs {stages} stages {registers} regs {heads} heads", {"OLD": False, "CUDA": {}, "tile": tile, "_ADVANCE_PROGRAMS": programs, "_ADVANCE_STAGES": stages, "_ADVANCE_REGISTERS": registers, "_ADVANCE_HEADS": heads}))
     if not DRY:
