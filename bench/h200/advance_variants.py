@@ -4,6 +4,10 @@ import torch
 import states
 from states import DEVICE, DRY
 from octavo.states import gpu
+from octavo.states import mamba2_advance as choice
+from octavo.ops.scan import mamba2_advance as kernel
+
+macros = kernel.macros
 import mamba2 as bench
 
 CUDAS = [
@@ -26,10 +30,22 @@ def measure(num_rows, variants):
     expected = None
     for name, (setup) in variants:
         try:
-            for key, value in setup.items():
-                if key == "tile": gpu._MAMBA2_TILES["advance"] = value
-                else: setattr(gpu, key, value)
+            choice._COPIED = "copied" in setup
+            if choice._COPIED:
+                kernel.macros = lambda *given, setup=setup: macros(*given) | setup["copied"]
+            else:
+                gpu._MAMBA2_TILES["advance"] = setup["tile"]
+                choice._PROGRAMS, choice._STAGES, choice._REGISTERS, choice._HEADS = setup["rest"]
             go = lambda: rows.backend._advance_mamba2(own, scan, num_rows, [told.firsts])
+            note = ""
+            if choice._COPIED and not DRY:
+                x = told.kept[1]
+                shape = gpu._mamba2_shape(own, scan, told, x, 64)
+                assert kernel.serves((128, 8), (64, 128), 64, num_rows, told.kept), "serves"
+                assert kernel.is_loaded(choice._macros(own, told, scan), x.device), "loaded"
+                if num_rows == 64:
+                    note = f" agrees {choice._agrees(choice._macros(own, told, scan), own, told, scan, shape, 8)}"
+                go = lambda: choice._copied(own, told, scan, num_rows, [told.firsts])
             # the states behind are spoilt first
             spoil(own)
             go()
@@ -41,7 +57,7 @@ def measure(num_rows, variants):
             if digest(buffer) == expected: same += " NOT SPOILT"
             us = bench.graph_us(go)
             bytes_ = num_rows * (2 * 4 * 128 * 64 * 128 + 64 * (2 * 128 * 64 + 2 * 8 * 128 + 8 * 128))
-            print(f"{num_rows:4} rows {name:<44} {us:8.1f} us, {bytes_ / us / 1e6:5.2f} TB/s{same}", flush=True)
+            print(f"{num_rows:4} rows {name:<44} {us:8.1f} us, {bytes_ / us / 1e6:5.2f} TB/s{same}{note}", flush=True)
         except Exception as error:
             if DRY: traceback.print_exc()
             print(f"{num_rows:4} rows {name:<44} FAILED {type(error).__name__} {str(error)[:150]}", flush=True)
@@ -58,14 +74,13 @@ def spoil(own):
     store.data[ids] = 7.25
 
 if __name__ == "__main__":
-    old = {"OLD": True, "tile": (64, 8), "_ADVANCE_PROGRAMS": 264, "_ADVANCE_STAGES": 3, "_ADVANCE_REGISTERS": 128, "CUDA": {}}
-    variants = [("old", old)]
+    variants = [("Triton (64, 8) 264, 2 stages, 128", {"tile": (64, 8), "rest": (264, 2, 128, 16)})]
     if "cuda" in sys.argv:
-        variants += [(f"CUDA {own}", old | {"CUDA": own}) for own in CUDAS]
-    for tile, programs, stages, registers, heads in () if "cuda" in sys.argv else (
+        variants += [(f"CUDA {own}", {"copied": own}) for own in CUDAS]
+    for tile, *rest in () if "cuda" in sys.argv else (
         ((64, 4), 264, 2, 255, 16), ((64, 4), 264, 2, 255, 8), ((64, 4), 264, 1, 255, 16), ((64, 4), 264, 2, 232, 16),
     ):
-        variants.append((f"{tile} {programs} programs {stages} stages {registers} regs {heads} heads", {"OLD": False, "CUDA": {}, "tile": tile, "_ADVANCE_PROGRAMS": programs, "_ADVANCE_STAGES": stages, "_ADVANCE_REGISTERS": registers, "_ADVANCE_HEADS": heads}))
+        variants.append((f"Triton {tile} {rest}", {"tile": tile, "rest": rest}))
     if not DRY:
         one, other = torch.zeros(2, 1 << 28, device=DEVICE)
         us = bench.graph_us(lambda: one.copy_(other))
@@ -76,5 +91,5 @@ if __name__ == "__main__":
         if not DRY:
             torch.cuda.empty_cache()
     if "cuda" in sys.argv and not DRY:
-        gpu.CUDA = {"EACH": 16}
+        choice._COPIED, kernel.macros = True, macros
         print("CUDA, over cuts:", states.bits("mamba2", torch.bfloat16), flush=True)

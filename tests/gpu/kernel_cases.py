@@ -303,7 +303,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
             "scan.mamba2_gpu.mamba2_scan",
             "scan.mamba2_decode_gpu.mamba2_decode",
             "scan.mamba2_walk_gpu.mamba2_walk",
-            "scan.mamba2_gpu.mamba2_advance",
+            "scan.mamba2_advance_gpu.mamba2_advance",
         ),
     ),
     "Mamba-1": (functools.partial(_states, "mamba1", (300, 16)), ("scan.mamba1_gpu.mamba1_scan",)),

@@ -12,7 +12,7 @@ import torch
 import state_rig as rig
 from emulated import COMPILER, emulated
 from octavo.layers.recurrent import GatedDeltaRule, ShortConvolution, state_spec
-from octavo.ops.scan import SHORT_CHUNK
+from octavo.ops.scan import SHORT_CHUNK, mamba2_advance_gpu
 from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step
 from octavo.rl.autograd import recurrent
 from octavo.rl.autograd.recurrent import DeltaSizes, gated_delta, short_conv
@@ -87,7 +87,7 @@ def beside_prompts() -> None:
 
 def layers_advance_together() -> None:
     """States of all of Mamba-2's layers, whose parts lie at equal distances or not, with the bits of one by itself."""
-    case, advance, launched = rig.CASES["mamba2"](torch.bfloat16, 2, 16, 1, 16), gpu.mamba2_advance, list[int]()
+    case, advance, launched = rig.CASES["mamba2"](torch.bfloat16, 2, 16, 1, 16), mamba2_advance_gpu.mamba2_advance, list[int]()
 
     def counted(grid: tuple[int, ...]) -> Callable[..., object]:
         return lambda *args, **options: (launched.append(args[4]), advance[grid](*args, **options))
@@ -100,7 +100,7 @@ def layers_advance_together() -> None:
             expected = [1] * 12
         rows.compute({0: 63, 1: 64})
         launched.clear()
-        with unittest.mock.patch.object(gpu, "mamba2_advance", unittest.mock.MagicMock()) as kernel:
+        with unittest.mock.patch.object(mamba2_advance_gpu, "mamba2_advance", unittest.mock.MagicMock()) as kernel:
             kernel.__getitem__.side_effect = counted
             for counts in ({0: 1}, {0: 1, 1: 1}, {0: 1, 1: 1}, {0: 1}):
                 rows.compute(counts)

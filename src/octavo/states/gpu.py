@@ -7,7 +7,6 @@ device, so graphs may hold it.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,17 +22,14 @@ from octavo.ops.scan import (
     Mamba1Operands,
     Mamba2Operands,
 )
-from octavo.ops.scan import mamba2_advance as mamba2_advance_cuda
 from octavo.ops.scan.conv_decode_gpu import decode_convolution
 from octavo.ops.scan.conv_gpu import convolve_prompts, short_convolution
 from octavo.ops.scan.kept import form_of
 from octavo.ops.scan.mamba1_gpu import mamba1_scan
-from octavo.ops.scan.mamba2_advance_gpu import mamba2_advance
 from octavo.ops.scan.mamba2_decode_gpu import mamba2_decode, programs_of
-from octavo.ops.scan.mamba2_gpu import mamba2_advance as old_advance
 from octavo.ops.scan.mamba2_gpu import mamba2_scan
 from octavo.ops.scan.mamba2_walk_gpu import mamba2_walk
-from octavo.states import composed, delta_gpu
+from octavo.states import composed, delta_gpu, mamba2_advance
 from octavo.states.base import LayerStates
 from octavo.states.launches import FEW, PLAIN, Told, gates, is_streamable, kind_of, precision
 from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
@@ -60,12 +56,6 @@ _WALK_REGISTERS: int | None = None
 # its numbers: four programs fit a processor then, else three.
 _STREAMS = {True: Stream(2, 3, 255, 528), False: Stream(4, 2, 168, 396)}
 _MOST_STATES, _FEW_CHANNELS = 128, 32  # of float32: with more states, more channels do not fit a Hopper's shared memory
-# That advance states of Mamba-2: programs, two a processor; heads on their way or used; registers of a thread.
-_ADVANCE_PROGRAMS, _ADVANCE_STAGES, _ADVANCE_REGISTERS = 264, 3, 128
-_ADVANCE_HEADS = 16
-OLD = False
-CUDA = {}
-_MOST_ROWS = 512  # for which one kernel is compiled
 
 
 class GpuStates:
@@ -161,48 +151,15 @@ class GpuStates:
         self, own: LayerStates, scan: Mamba2Operands, num_rows: int, firsts: Sequence[tuple[int, int]]
     ) -> None:
         """Of the first `num_rows` rows, where the one token ends a chunk: write states. firsts: parts of each layer."""
-        told, step = self._tell_mamba2(own, scan), own.inputs
-        x = told.kept[1]
+        told = self._tell_mamba2(own, scan)
         next = tuple(b - a for a, b in zip(*firsts[:2], strict=True)) if len(firsts) > 1 else (0, 0)
         if firsts != [tuple(a + n * b for a, b in zip(firsts[0], next, strict=True)) for n in range(len(firsts))]:
             for each in firsts:  # no two of them are alike
                 self._advance_mamba2(own, scan, num_rows, [each])
             return
-        heads, sizes = (scan.num_heads, scan.num_groups), (scan.head_size, scan.state_size)
-        if CUDA and _is_parted(told.kept[0], x) and mamba2_advance_cuda.serves(heads, sizes, own.chunk, num_rows, told.kept):
-            macros = mamba2_advance_cuda.macros(heads, own.block_size, told.forms) | CUDA
-            if mamba2_advance_cuda.is_loaded(macros, x.device):
-                tables = [each.data_ptr() for each in (told.tables[0], told.tables[2])]
-                steps = [each.data_ptr() for each in (step.rows, step.query_start, step.seq_lens)]
-                kept = [each.data_ptr() for each in told.kept]
-                numbers = num_rows, len(firsts), *next, told.tables[1], told.tables[3], *firsts[0]
-                mamba2_advance_cuda.launch(mamba2_advance_cuda.Told(*steps, *tables, *kept, *numbers), macros, x.device)
-                return
+        x = told.kept[1]
         wide, warps = _mamba2_tile(scan.head_size, _ADVANCING, scan.state_size, x)
-        is_small = x.dtype is not torch.float32 and scan.state_size <= _MOST_STATES
-        each = math.gcd(scan.num_heads // scan.num_groups, _ADVANCE_HEADS)
-        tasks = len(firsts) * num_rows * scan.num_heads // each * -(-scan.head_size // wide)
-        kernel = mamba2_advance if not OLD else old_advance
-        own_shape = _mamba2_shape(own, scan, told, x, wide) | ({} if OLD else {"EACH": each})
-        kernel[(min(tasks, _ADVANCE_PROGRAMS),)](
-            step.rows,
-            step.query_start,
-            step.seq_lens,
-            num_rows,
-            len(firsts),
-            *next,
-            *told.tables,
-            *told.kept,
-            *firsts[0],
-            **own_shape,
-            ROWS_PADDED=padded_length(max(num_rows, _MOST_ROWS)),
-            STAGES=_ADVANCE_STAGES if is_small else 1,
-            maxnreg=_ADVANCE_REGISTERS if is_small else None,
-            num_warps=warps,
-            num_stages=1,
-            **chained(x.device),
-            **PLAIN,
-        )
+        mamba2_advance.advance(own, told, scan, num_rows, firsts, _mamba2_shape(own, scan, told, x, wide), warps)
 
     def mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor) -> Tensor:
         """See StateBackend."""
