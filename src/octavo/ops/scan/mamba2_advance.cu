@@ -15,7 +15,7 @@
 #ifndef HINT
 #define HINT 0
 #endif
-#ifdef EMULATED
+#if defined(EMULATED) || !defined(__CUDACC__)
 __device__ inline void fetch(u64, u32) {}
 __device__ inline void copy16_once(u32 to, u64 from, u32 bytes, u64) { copy16(to, from, bytes); }
 __device__ inline void write_once(u64 at, const Four& y, u64) { write(at, y); }

@@ -23,6 +23,7 @@ from octavo.ops.scan.kept import Form
 _LOG = logging.getLogger(__name__)
 _SIZE, _STATES, _CHUNK, _EACH = 64, 128, 64, 16
 THREADS, MOST_ROWS = 256, 1024
+_RESIDENT = 2  # blocks of a processor
 _functions: dict[tuple[int | None, tuple[tuple[str, int | str], ...]], int | None] = {}  # None: not to be had
 
 
@@ -107,6 +108,15 @@ def launch(told: Told, own: dict[str, int | str], device: torch.device) -> None:
     if function is not None:
         params = (ctypes.c_void_p * 1)(ctypes.addressof(told))
         stream = triton.runtime.driver.active.get_current_stream(device.index)
-        tasks = told.num_rows * told.num_layers * (int(own["HEADS"]) // int(own["EACH"]))
-        blocks = min(tasks, 2 * torch.cuda.get_device_properties(device).multi_processor_count)
+        blocks = min(tasks_of(told, own), _RESIDENT * _processors(device))
         driver.launch_chained(function, blocks, 1, THREADS, shared_bytes(own), stream, params)
+
+
+def tasks_of(told: Told, own: dict[str, int | str]) -> int:
+    """Of a launch, at most."""
+    return int(told.num_rows * told.num_layers) * (int(own["HEADS"]) // int(own["EACH"]))
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
