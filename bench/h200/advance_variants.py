@@ -74,11 +74,11 @@ def spoil(own):
     store.data[ids] = 7.25
 
 if __name__ == "__main__":
-    variants = [("Triton (64, 8) 264, 2 stages, 128", {"tile": (64, 8), "rest": (264, 2, 128, 16)})]
+    variants = [("Triton (64, 4) 264, 2 stages, 255", {"tile": (64, 4), "rest": (264, 2, 255, 16)})]
     if "cuda" in sys.argv:
         variants += [(f"CUDA {own}", {"copied": own}) for own in CUDAS]
     for tile, *rest in () if "cuda" in sys.argv else (
-        ((64, 4), 264, 2, 255, 16), ((64, 4), 264, 2, 255, 8), ((64, 4), 264, 1, 255, 16), ((64, 4), 264, 2, 232, 16),
+        ((64, 4), 264, 2, 255, 8), ((64, 8), 264, 2, 128, 16), ((64, 4), 264, 1, 255, 16), ((64, 4), 264, 2, 232, 16),
     ):
         variants.append((f"Triton {tile} {rest}", {"tile": tile, "rest": rest}))
     if not DRY:

@@ -27,7 +27,7 @@ from octavo.states.launches import PLAIN, Told
 _LOG = logging.getLogger(__name__)
 # Of Triton's kernel: heads of a task; programs, two a processor; heads on their way or used; registers of a thread; rows
 # for which one is compiled; states of a head with which several heads fit a Hopper's shared memory.
-_HEADS, _PROGRAMS, _STAGES, _REGISTERS, _FEWEST_ROWS, _MOST_STATES = 16, 264, 2, 128, 512, 128
+_HEADS, _PROGRAMS, _STAGES, _REGISTERS, _FEWEST_ROWS, _MOST_STATES = 16, 264, 2, 255, 512, 128
 _ENDING_FIRST = 63, 1  # of a row: no state is ahead of its chunk
 _COPIED = True
 _agreed: dict[tuple[object, ...], bool] = {}  # by GPU and what the kernel was compiled for

@@ -82,7 +82,7 @@ def mamba2_advance(
     ends = tl.load(seq_lens + each, mask=is_row, other=1)
     begun = tl.load(query_start + each, mask=is_row, other=0)
     is_full = (ends % CHUNK == 0) & (tl.load(query_start + each + 1, mask=is_row, other=0) == begun + 1)
-    rank = tl.cumsum(is_full.to(tl.int32), 0)
+    rank = tl.where(is_full, tl.cumsum(is_full.to(tl.int32), 0), 0)  # of those, from 1 on
     of_row = HEADS // EACH * tiles
     of_layer = tl.sum(is_full.to(tl.int32), 0) * of_row
     count = of_layer * num_layers
@@ -91,7 +91,7 @@ def mamba2_advance(
     within = width < STATES
     for task in range(tl.program_id(0), count, tl.num_programs(0)):
         layer, own = task // of_layer, task % of_layer
-        row = tl.sum(tl.where(is_full & (rank == own // of_row + 1), each, 0), 0)
+        row = tl.sum(tl.where(rank == own // of_row + 1, each, 0), 0)
         end, part, table_row = tl.load(seq_lens + row), own % of_row, tl.load(rows + row)
         states, first_state = state_table + table_row * state_columns, state_first + layer * state_next
         inputs = (input_table + table_row * input_columns, input_first + layer * input_next, BLOCK)
@@ -99,19 +99,19 @@ def mamba2_advance(
         group, inside, at = first // (HEADS // GROUPS), channel < SIZE, end - CHUNK + here
         in_state = within[:, None] & inside[None, :]
         b_at = _begins(inputs, at, b_kept, B_FORM, STATES) + group * STATES
-        b = tl.load(b_at[:, None] + width[None, :], mask=within[None, :], other=0.0).to(tl.float32)
+        b = tl.load(b_at[:, None] + width[None, :], mask=within[None, :], other=0.0)
         x_at = _begins(inputs, at, x_kept, X_FORM, SIZE)[:, None] + channel[None, :]
         total_at, dt_at = _begins(inputs, at, total_kept, TOTAL_FORM, 1), _begins(inputs, at, dt_kept, DT_FORM, 1)
         last_at = _begins(inputs, end - 1, total_kept, TOTAL_FORM, 1)
         entry, is_old = end // CHUNK - 1, end > CHUNK
         old, new = _blocks(states, first_state, first, entry, is_old, STATE_FORM, STATES)
-        for head in tl.range(first, first + EACH, num_stages=STAGES):
+        for head in tl.range(first, first + EACH, num_stages=STAGES, disable_licm=True):
             told = (state_kept, first_state, head)
             state = read_in(told, old, width, channel, in_state, STATE_FORM, SIZE, STATES, PARTED)
             x = tl.load(x_at + head * SIZE, mask=inside[None, :], other=0.0)
             sums, steps, last = tl.load(total_at + head), tl.load(dt_at + head), tl.load(last_at + head)
             goal, next = new, tl.minimum(head + 1, first + EACH - 1)
             old, new = _blocks(states, first_state, next, entry, is_old, STATE_FORM, STATES)  # on their way meanwhile
-            weighted = (b * (tl.exp(last - sums) * steps)[:, None]).to(x.dtype)
+            weighted = (b.to(tl.float32) * (tl.exp(last - sums) * steps)[:, None]).to(x.dtype)
             state = tl.exp(last) * state + tl.dot(tl.trans(weighted), x, input_precision=PRECISION)
             write_in(told, goal, state, width, channel, in_state, STATE_FORM, SIZE, STATES, PARTED)
