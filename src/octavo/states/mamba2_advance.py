@@ -25,9 +25,10 @@ from octavo.states.delta_check import ENDING, agree, of_one_row, table_of
 from octavo.states.launches import PLAIN, Told
 
 _LOG = logging.getLogger(__name__)
-# Of Triton's kernel: heads of a task; programs, two a processor; heads on their way or used; registers of a thread; rows
-# for which one is compiled; states of a head with which several heads fit a Hopper's shared memory.
-_HEADS, _PROGRAMS, _STAGES, _REGISTERS, _FEWEST_ROWS, _MOST_STATES = 16, 264, 2, 255, 512, 128
+# Of Triton's kernel: heads of a task; programs, two a processor; heads on their way or used; registers of a thread.
+_HEADS, _PROGRAMS, _STAGES, _REGISTERS = 16, 264, 2, 255
+_MOST_STATES = 128  # with which several heads fit a Hopper's shared memory
+_FEWEST_ROWS = 512  # for which it is compiled
 _ENDING_FIRST = 63, 1  # of a row: no state is ahead of its chunk
 _COPIED = True
 _agreed: dict[tuple[object, ...], bool] = {}  # by GPU and what the kernel was compiled for
@@ -44,7 +45,10 @@ def advance(
     shape: dict[str, Any],
     warps: int,
 ) -> None:
-    """Of the first `num_rows` rows, where the one token ends a chunk. firsts: at equal distances. shape: of Triton's."""
+    """Of the first `num_rows` rows, where the one token ends a chunk: write states. firsts: at equal distances.
+
+    shape: constants of Triton's kernel; warps: of its programs.
+    """
     if _chosen(own, told, scan, num_rows, shape, warps):
         _copied(own, told, scan, num_rows, firsts)
     else:
