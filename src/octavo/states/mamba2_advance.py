@@ -118,10 +118,13 @@ def _results(
     tables = states.to(device), inputs.to(device)
     example = dataclasses.replace(own, state_table=tables[0], input_table=tables[1], step=step)
     shapes = [(num_states, told.forms[0][0]), *((num_inputs, form[0]) for form in told.forms[1:])]
-    kept = [torch.randn(shape, generator=generator, device=device) for shape in shapes]
-    halves = torch.randn(num_states, 2 * shapes[0][1], generator=generator, device=device).to(torch.bfloat16)
-    kept[0], kept[3], kept[4] = halves.view(torch.float32), -kept[3].abs(), kept[4].sigmoid()
-    kept = [each.to(store.dtype) for each, store in zip(kept, told.kept, strict=True)]
+    kept = [
+        torch.randn(shape, generator=generator, device=device, dtype=store.dtype)
+        for shape, store in zip(shapes, told.kept, strict=True)
+    ]
+    kept[0].view(torch.bfloat16).normal_(generator=generator)  # any two such numbers are halves of one
+    kept[3].abs_().neg_()
+    kept[4].sigmoid_()
     places = tables[0], tables[0].stride(0), tables[1], tables[1].stride(0)
     found = []
     for run in runs:

@@ -52,31 +52,37 @@ def decode_convolution(
     channel = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = channel < CHANNELS
     border, nothing = at // CHUNK * CHUNK, tl.zeros((TILE,), x.dtype.element_ty)
+    sum = tl.zeros((TILE,), tl.float32)
+    if HAS_BIAS:
+        sum += tl.load(bias + channel, mask=inside, other=0.0)
+    last_weight = tl.load(weight + (WIDTH - 1) * CHANNELS + channel, mask=inside, other=0.0)
+    is_border = is_own & ((at + 1) % CHUNK == 0)
     next, is_stored = place(inputs, input_first, at // BLOCK, at % BLOCK, 0, is_own, INPUT_FORM, CHANNELS)
-    values, weights, sum = (), (), tl.zeros((TILE,), tl.float32)
     for j in tl.static_range(WIDTH - 1):
         position = at - (WIDTH - 1) + j
         is_open = is_own & (position >= border)
         where, _ = place(inputs, input_first, position // BLOCK, position % BLOCK, 0, is_open, INPUT_FORM, CHANNELS)
+        value = nothing + tl.load(input_kept + where + channel, mask=is_open & inside, other=0.0)
         is_before = is_own & (position < border) & (border > 0)
         run = tl.maximum(position - border + WIDTH - 1, 0)
-        held, _ = place(states, state_first, border // CHUNK - 1, 0, run, is_before, STATE_FORM, CHANNELS)
-        source = tl.where(is_open, input_kept + where, state_kept + held)  # both are kept as x is
-        values += (tl.load(source + channel, mask=(is_open | is_before) & inside, other=0.0),)
-    for j in tl.static_range(WIDTH):
-        weights += (tl.load(weight + j * CHANNELS + channel, mask=inside, other=0.0),)
-    if HAS_BIAS:
-        sum += tl.load(bias + channel, mask=inside, other=0.0)
-    begin_after(PDL)  # what earlier steps kept may be on its way yet: nothing above needs it
-    values += (tl.load(x + token * x_row + channel, mask=is_own & inside, other=0.0),)
-    for j in tl.static_range(WIDTH):
-        sum += (values[j] + nothing).to(tl.float32) * weights[j]
-    if is_own & ((at + 1) % CHUNK == 0):  # the inputs that the next token sees, which begins a chunk, are the state
+        where, _ = place(states, state_first, border // CHUNK - 1, 0, run, is_before, STATE_FORM, CHANNELS)
+        value += tl.load(state_kept + where + channel, mask=is_before & inside, other=0.0)
+        sum += value.to(tl.float32) * tl.load(weight + j * CHANNELS + channel, mask=inside, other=0.0)
+    begin_after(PDL)
+    value = tl.load(x + token * x_row + channel, mask=is_own & inside, other=0.0) + nothing
+    sum += value.to(tl.float32) * last_weight
+    if is_border:  # the inputs that the next token sees, which begins a chunk, are the state
         tl.static_assert(WIDTH <= CHUNK, "they are all of this chunk")
-        for j in tl.static_range(1, WIDTH):
-            where, is_there = place(states, state_first, (at + 1) // CHUNK - 1, 0, j - 1, True, STATE_FORM, CHANNELS)
-            tl.store(state_kept + where + channel, values[j] + nothing, mask=is_there & inside)
+        entry = (at + 1) // CHUNK - 1
+        for j in tl.static_range(1, WIDTH - 1):
+            position = at - (WIDTH - 1) + j
+            where, _ = place(inputs, input_first, position // BLOCK, position % BLOCK, 0, True, INPUT_FORM, CHANNELS)
+            seen = tl.load(input_kept + where + channel, mask=inside, other=0.0) + nothing
+            where, is_there = place(states, state_first, entry, 0, j - 1, True, STATE_FORM, CHANNELS)
+            tl.store(state_kept + where + channel, seen, mask=is_there & inside)
+        where, is_there = place(states, state_first, entry, 0, WIDTH - 2, True, STATE_FORM, CHANNELS)
+        tl.store(state_kept + where + channel, value, mask=is_there & inside)
     if SILU:
         sum = sum / (1.0 + tl.exp(-sum))
     tl.store(out + token * CHANNELS + channel, sum.to(out.dtype.element_ty), mask=is_own & inside)
-    tl.store(input_kept + next + channel, values[WIDTH - 1] + nothing, mask=is_stored & inside)
+    tl.store(input_kept + next + channel, value, mask=is_stored & inside)

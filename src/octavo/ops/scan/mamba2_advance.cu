@@ -9,45 +9,6 @@
 //
 // Invariant: the operations on a head are those of `mamba2_scan` behind a chunk, in the same order.
 
-#ifndef FETCH
-#define FETCH 0
-#endif
-#ifndef HINT
-#define HINT 0
-#endif
-#if defined(EMULATED) || !defined(__CUDACC__)
-__device__ inline void fetch(u64, u32) {}
-__device__ inline void copy16_once(u32 to, u64 from, u32 bytes, u64) { copy16(to, from, bytes); }
-__device__ inline void write_once(u64 at, const Four& y, u64) { write(at, y); }
-__device__ inline u64 once() { return 0; }
-#else
-__device__ inline void fetch(u64 at, u32 bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(at), "r"(bytes) : "memory");
-}
-__device__ inline u64 once() {
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-__device__ inline void copy16_once(u32 to, u64 from, u32 bytes, u64 policy) {
-#if HINT & 1
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" :: "r"(to), "l"(from), "r"(bytes), "l"(policy) : "memory");
-#elif HINT & 4
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
-#else
-    copy16(to, from, bytes);
-#endif
-}
-__device__ inline void write_once(u64 at, const Four& y, u64 policy) {
-#if HINT & 2
-    asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;"
-                 :: "l"(at), "r"(y.x[0]), "r"(y.x[1]), "r"(y.x[2]), "r"(y.x[3]), "l"(policy) : "memory");
-#else
-    write(at, y);
-#endif
-}
-#endif
-
 struct Form {  // see `octavo.ops.scan.kept.Form`
     i64 block, part, line;
     int lines, of_item, runs, parts, blocks;
@@ -147,8 +108,6 @@ __device__ inline void ask_tokens(u32 base, u32 places, int head, int slot) {
     }
     if (thread() < 2 * CHUNK)
         copy4(base + GATES_AT + slot * 512 + thread() * 4, address_at(places + 2 * CHUNK * 8 + thread() * 8) + head * 4, 4);
-    if (FETCH && head % FETCH == 0 && thread() >= 3 * CHUNK)
-        fetch(address_at(places + (thread() - 3 * CHUNK) * 8) + head * (SIZE * 2), FETCH * SIZE * 2);
     if (head) return;
 #pragma unroll
     for (u32 i = 0; i < 4; ++i) {
@@ -161,10 +120,9 @@ __device__ inline void ask_tokens(u32 base, u32 places, int head, int slot) {
 __device__ inline void ask_state(const Told& told, u32 own, u32 places, int head) {
     u32 warp = thread() / 32, lane = thread() % 32;
     u64 old = address_at(places + 4 * CHUNK * 8 + head * 8), from = old ? old + warp * 2048 + lane * 16 : told.state;
-    u64 policy = once();
     u32 bytes = old ? 16 : 0, to = own + lane / 8 * 128 + (lane % 8 ^ lane / 8 % 2 * 4) * 16;
 #pragma unroll
-    for (u32 i = 0; i < 8; ++i) copy16_once(to + i * 512, from + (old ? i % 4 * 512 + i / 4 * HALF_BYTES : 0), bytes, policy);
+    for (u32 i = 0; i < 8; ++i) copy16(to + i * 512, from + (old ? i % 4 * 512 + i / 4 * HALF_BYTES : 0), bytes);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) mamba2_advance(const __grid_constant__ Told told) {
@@ -256,8 +214,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mamba2_advance(const __
                         upper.x[j] = bytes_of(one + 0x8000, two + 0x8000, 0x7632), left.x[j] = bytes_of(one, two, 0x5410);
                     }
                     u64 at = goal + i % 2 * 1024 + i / 2 * 64;
-                    write_once(at, upper, once());
-                    write_once(at + HALF_BYTES, left, once());
+                    write(at, upper);
+                    write(at + HALF_BYTES, left);
                 }
             }
             if (head == 0 && task + (int)blocks() < tasks) find_places(told, task + blocks(), count, base, after);

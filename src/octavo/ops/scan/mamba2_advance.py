@@ -21,7 +21,7 @@ from octavo.ops.gemm.gemm_pipeline import is_hopper
 from octavo.ops.scan.kept import Form
 
 _LOG = logging.getLogger(__name__)
-_SIZE, _STATES, _CHUNK, _EACH = 64, 128, 64, 16
+_SIZE, _STATES, _CHUNK = 64, 128, 64
 THREADS, MOST_ROWS = 256, 1024
 _RESIDENT = 2  # blocks of a processor
 _functions: dict[tuple[int | None, tuple[tuple[str, int | str], ...]], int | None] = {}  # None: not to be had
@@ -60,7 +60,7 @@ def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form]) -> di
     return {
         "HEADS": heads[0],
         "PER": per,
-        "EACH": next(each for each in (_EACH, 8, 4) if per % each == 0),
+        "EACH": 4 if per % 8 else 8,
         "BLOCK": block_size,
         "HALF": 0,
         **{name: ",".join(map(str, form)) for name, form in zip(names, forms, strict=True)},
