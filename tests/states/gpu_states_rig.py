@@ -138,6 +138,28 @@ def advanced_in_cuda() -> None:
             assert one.shape == other.shape and (one - other).abs().max() < 1e-2 * one.abs().max()
 
 
+def advances_are_compared() -> None:
+    """By an example of a layer's own shape, before the kernel in CUDA C++ runs: here it sums in another order."""
+    case = rig.CASES["mamba2"](torch.bfloat16, 8, 64, 1, 128)
+    asked = unittest.mock.patch.object(
+        mamba2_advance.validation_cache, "holds", lambda told, device, compare: compare()
+    )
+    captured = unittest.mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
+    agree, found = mamba2_advance.agree, list[list[bool]]()
+
+    def near(results: Sequence[Sequence[torch.Tensor]]) -> bool:
+        assert agree([results[0], results[0]])
+        found.append([torch.equal(*(each.view(torch.uint8) for each in one)) for one in zip(*results, strict=True)])
+        return agree(results)
+
+    with asked, captured, advances_emulated(3) as launches:
+        with unittest.mock.patch.object(mamba2_advance, "agree", near):
+            rows = rig.Rows(case, GpuStates(), rig.draw_all(case, (65,)), block_size=64)
+            rows.compute({0: 63})
+            rows.compute({0: 1})
+    assert (launches, found) == (["mamba2_advance"], [[False, True, True, True, True]])
+
+
 def parted() -> None:
     """States of Mamba-2 in two halves have the bits of whole ones, in heads of one line and of several, however cut.
 
@@ -369,5 +391,6 @@ INTERPRETED = (
     | ({f"{len(each) - 1} kernels for prompts": lambda each=each: prompts_in_cuda(*each) for each in _OF_PROMPTS})
     | ({"kernels are compared": kernels_are_compared} if COMPILER else {})
     | ({"mamba2's states in one kernel": advanced_in_cuda} if COMPILER else {})
+    | ({"what advances is compared": advances_are_compared} if COMPILER else {})
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}
 )
