@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -244,25 +245,19 @@ def prompt_limit(name: str, num_rows: int, count: int, us: float) -> str:
 
 
 def advances(counts: Sequence[int]) -> str:
-    """Microseconds of Mamba-2 where all rows end a chunk: by (channels, warps) of a program that writes states.
+    """Microseconds of Mamba-2 where all rows end a chunk, by what writes their states.
 
-    And programs, heads on their way or used, registers.
+    That is the kernel in CUDA C++, or Triton's, by (channels, warps) of a program.
     """
-    from octavo.states import gpu
+    from octavo.states import gpu, mamba2_advance
 
-    names, tile = ("_ADVANCE_PROGRAMS", "_ADVANCE_STAGES", "_ADVANCE_REGISTERS"), gpu._MAMBA2_TILES[gpu._ADVANCING]
-    before, found = [getattr(gpu, name) for name in names], list[str]()
-    for own, *ways in ((tile, *before), ((64, 4), 396, 1, 168), ((64, 8), 396, 1, 80), ((32, 4), 528, 1, 128)):
-        gpu._MAMBA2_TILES[gpu._ADVANCING] = own
-        for name, value in zip(names, ways, strict=True):
-            setattr(gpu, name, value)
-        with contextlib.suppress(Exception):  # it needs more shared memory than there is
+    tile, found = gpu._MAMBA2_TILES[gpu._ADVANCING], list[str]()
+    for copied, own in ((True, tile), (False, tile), (False, (64, 8))):
+        chosen = mock.patch.object(mamba2_advance, "_COPIED", copied)
+        with chosen, mock.patch.dict(gpu._MAMBA2_TILES, {gpu._ADVANCING: own}):
             us, parts = timed("mamba2", counts, 127)
-            alone = sum(took for key, took in parts.items() if "advance" in key)
-            found.append(f"{own[0]}x{own[1]} {ways[0]} programs {ways[1:]} {us:.0f} (it alone {alone:.0f})")
-    gpu._MAMBA2_TILES[gpu._ADVANCING] = tile
-    for name, value in zip(names, before, strict=True):
-        setattr(gpu, name, value)
+        alone = sum(took for key, took in parts.items() if "advance" in key)
+        found.append(f"{'CUDA C++' if copied else f'{own[0]}x{own[1]}'} {us:.0f} (it alone {alone:.0f})")
     return f"us: {', '.join(found)}"
 
 

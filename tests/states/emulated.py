@@ -1,4 +1,4 @@
-"""The delta rule's kernels in CUDA C++ on a CPU: compiled by the system's compiler, with lanes.h for its instructions.
+"""Kernels of states in CUDA C++ on a CPU: compiled by the system's compiler, with lanes.h for its instructions.
 
 Products of float32 take all its bits, as those of Triton's interpreter do.
 """
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from octavo.ops.scan import mamba2_advance
 from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step, loading
 from octavo.states import delta_gpu
 
@@ -38,7 +39,8 @@ extern "C" void run(const Told* told, u32 count, u32 threads) {
 
 @functools.cache
 def _library(kernel: str, macros: tuple[tuple[str, int | str], ...]) -> ctypes.CDLL:
-    text = Path(__file__).with_name("lanes.h").read_text() + loading.own_source(kernel)
+    own_source = mamba2_advance.own_source() if kernel == "mamba2_advance" else loading.own_source(kernel)
+    text = Path(__file__).with_name("lanes.h").read_text() + own_source
     folder = Path(tempfile.mkdtemp())
     source = folder / f"{hashlib.sha256(repr(macros).encode()).hexdigest()[:16]}.cpp"
     source.write_text(text + _RUN)
@@ -88,4 +90,19 @@ def emulated(blocks: int, *, groups: int = 2, compares: bool = False) -> Iterato
         unittest.mock.patch.multiple(delta_prepare, launch=prepare, **shared(delta_prepare)),
         unittest.mock.patch.object(delta_gpu, "_agrees", delta_gpu._agrees if compares else lambda *_: True),
     ):
+        yield launches
+
+
+@contextlib.contextmanager
+def advances_emulated(blocks: int) -> Iterator[list[str]]:
+    """Within, `mamba2_advance` serves tensors of a CPU, by so many blocks at most. Lists launches by name."""
+    launches: list[str] = []
+
+    def launch(told: mamba2_advance.Told, own: dict[str, int | str], _: torch.device) -> None:
+        launches.append("mamba2_advance")
+        count = min(blocks, mamba2_advance.tasks_of(told, own))
+        _library("mamba2_advance", tuple(own.items())).run(ctypes.byref(told), count, mamba2_advance.THREADS)
+
+    own = {"serves": mamba2_advance.fits, "is_loaded": lambda *_: True, "launch": launch}
+    with unittest.mock.patch.multiple(mamba2_advance, **own):
         yield launches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import unittest.mock
 from collections.abc import Callable, Sequence
@@ -10,14 +11,14 @@ from types import ModuleType
 import torch
 
 import state_rig as rig
-from emulated import COMPILER, emulated
+from emulated import COMPILER, advances_emulated, emulated
 from octavo.layers.recurrent import GatedDeltaRule, ShortConvolution, state_spec
-from octavo.ops.scan import SHORT_CHUNK
+from octavo.ops.scan import SHORT_CHUNK, mamba2_advance_gpu
 from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step
 from octavo.rl.autograd import recurrent
 from octavo.rl.autograd.recurrent import DeltaSizes, gated_delta, short_conv
 from octavo.rl.pack import Pack
-from octavo.states import delta_check, delta_gpu, gpu
+from octavo.states import delta_check, delta_gpu, gpu, mamba2_advance
 from octavo.states.base import StateBackend
 from octavo.states.gpu import GpuStates
 from octavo.states.reference import DELTA_INPUTS, ReferenceStates
@@ -87,7 +88,8 @@ def beside_prompts() -> None:
 
 def layers_advance_together() -> None:
     """States of all of Mamba-2's layers, whose parts lie at equal distances or not, with the bits of one by itself."""
-    case, advance, launched = rig.CASES["mamba2"](torch.bfloat16, 2, 16, 1, 16), gpu.mamba2_advance, list[int]()
+    case, launched = rig.CASES["mamba2"](torch.bfloat16, 2, 16, 1, 16), list[int]()
+    advance = mamba2_advance_gpu.mamba2_advance
 
     def counted(grid: tuple[int, ...]) -> Callable[..., object]:
         return lambda *args, **options: (launched.append(args[4]), advance[grid](*args, **options))
@@ -100,7 +102,7 @@ def layers_advance_together() -> None:
             expected = [1] * 12
         rows.compute({0: 63, 1: 64})
         launched.clear()
-        with unittest.mock.patch.object(gpu, "mamba2_advance", unittest.mock.MagicMock()) as kernel:
+        with unittest.mock.patch.object(mamba2_advance_gpu, "mamba2_advance", unittest.mock.MagicMock()) as kernel:
             kernel.__getitem__.side_effect = counted
             for counts in ({0: 1}, {0: 1, 1: 1}, {0: 1, 1: 1}, {0: 1}):
                 rows.compute(counts)
@@ -108,6 +110,58 @@ def layers_advance_together() -> None:
         alone = [case.oracle(each) for each in drawn]
         for found, own in zip(rows.results, alone, strict=True):
             assert (found.double() - own).abs().max() < 3e-2 * own.abs().max()
+
+
+def advanced_in_cuda(device: str = "cpu") -> None:
+    """States of Mamba-2 by the kernel in CUDA C++, lanes on a CPU, beside Triton's: of layers, rows and tasks in turn.
+
+    On a CPU they are near each other: Triton's interpreter rounds to bfloat16 towards zero.
+    """
+    case, emulates = rig.CASES["mamba2"](torch.bfloat16, 8, 64, 2, 128), device == "cpu"
+    spec, drawn, found = rig.state_spec(case.part), rig.draw_all(case, (129, 65, 64)), []
+    move(case, device)
+    for copied, blocks in ((False, 0), (True, 1), (True, 3)) if emulates else ((False, 0), (True, 0)):
+        own = {"_COPIED": copied} | ({"_agrees": lambda *_: True} if emulates else {})
+        where = advances_emulated(blocks) if emulates else contextlib.nullcontext([])
+        with unittest.mock.patch.multiple(mamba2_advance, **own), where as launches:
+            rows = rig.Rows(case, GpuStates(), drawn, block_size=64, beside=[spec], device=device)
+            rows.padded = 1
+            for counts in ({1: 64, 0: 63, 2: 60}, {1: 1, 0: 1}, {0: 63, 2: 3}, {2: 1, 0: 1}, {0: 1}):
+                rows.compute(counts)
+        assert launches == ["mamba2_advance"] * (5 if copied and emulates else 0), launches
+        store, states = rows.own.states[0], []
+        for row, border in ((0, 1), (0, 2), (2, 1)):
+            ids = rows.own.state_table[row, (border - 1) * store.blocks : border * store.blocks].long()
+            lines = store.data[ids].flatten(0, 2).flatten(1)  # a head each, by block and part: what no head has is NaN
+            halves = lines.contiguous().view(torch.int16).unflatten(1, (2, -1)).int()
+            states.append(((halves[:, 0] << 16) + halves[:, 1]).view(torch.float32).nan_to_num())
+        found.append([*(each.float() for each in rows.results), *states])
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            assert one.shape == other.shape
+            assert (one - other).abs().max() <= (1e-2 * one.abs().max() if emulates else 0)
+
+
+def advances_are_compared() -> None:
+    """By an example of a layer's own shape, before the kernel in CUDA C++ runs: here it sums in another order."""
+    case = rig.CASES["mamba2"](torch.bfloat16, 8, 64, 1, 128)
+    asked = unittest.mock.patch.object(
+        mamba2_advance.validation_cache, "holds", lambda told, device, compare: compare()
+    )
+    captured = unittest.mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
+    agree, found = mamba2_advance.agree, list[list[bool]]()
+
+    def near(results: Sequence[Sequence[torch.Tensor]]) -> bool:
+        assert agree([results[0], results[0]])
+        found.append([torch.equal(*(each.view(torch.uint8) for each in one)) for one in zip(*results, strict=True)])
+        return agree(results)
+
+    with asked, captured, advances_emulated(3) as launches:
+        with unittest.mock.patch.object(mamba2_advance, "agree", near):
+            rows = rig.Rows(case, GpuStates(), rig.draw_all(case, (65,)), block_size=64)
+            rows.compute({0: 63})
+            rows.compute({0: 1})
+    assert (launches, found) == (["mamba2_advance"], [[False, True, True, True, True]])
 
 
 def parted() -> None:
@@ -340,5 +394,7 @@ INTERPRETED = (
     )
     | ({f"{len(each) - 1} kernels for prompts": lambda each=each: prompts_in_cuda(*each) for each in _OF_PROMPTS})
     | ({"kernels are compared": kernels_are_compared} if COMPILER else {})
+    | ({"mamba2's states in one kernel": advanced_in_cuda} if COMPILER else {})
+    | ({"what advances is compared": advances_are_compared} if COMPILER else {})
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}
 )

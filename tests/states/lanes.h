@@ -132,6 +132,7 @@ static Four read(u64 at) { Four y; if (at % 16) abort(); memcpy(&y, (void*)at, 1
 static u32 read1(u64 at) { u32 x; if (at % 4) abort(); memcpy(&x, (void*)at, 4); return x; }
 static void write2(u64 at, const Two& y) { if (at % 8) abort(); memcpy((void*)at, &y, 8); }
 static void write(u64 at, const Four& y) { if (at % 16) abort(); memcpy((void*)at, &y, 16); }
+static int count_bits(u32 x) { return __builtin_popcount(x); }
 static u32 bits_of(float x) { u32 y; memcpy(&y, &x, 4); return y; }
 static float number(u32 x) { float y; memcpy(&y, &x, 4); return y; }
 static float times(float x, float y) { volatile float z = x * y; return z; }

@@ -23,6 +23,7 @@ import gpu_states_rig  # noqa: E402
 import state_rig as rig  # noqa: E402
 from interpreted import run_rig  # noqa: E402
 from octavo.ops.compile import launch, nvrtc  # noqa: E402
+from octavo.ops.scan import mamba2_advance  # noqa: E402
 from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step, loading  # noqa: E402
 from octavo.states import gpu  # noqa: E402
 from octavo.states.gpu import GpuStates  # noqa: E402
@@ -99,6 +100,20 @@ def test_prompts_of_the_delta_rule_spill_no_register(name: str, heads: int, tmp_
     assert "0 bytes spill stores" in told, told
     assert "serialized" not in told, told  # products of warp groups
     assert unwritten_reads(code, tmp_path) == []
+
+
+@pytest.mark.parametrize("groups", [1, 8, 32])
+def test_one_kernel_advances_states_of_mamba2_without_spilling(groups: int, tmp_path: Path) -> None:
+    """Two blocks fit a processor."""
+    try:
+        nvrtc._library()
+    except nvrtc.CompileError:
+        pytest.skip("needs NVRTC")
+    macros = mamba2_advance.macros((128, groups), 64, [(663552, 331776, 16384, 32, 1, 128, 2, 1)] * 5)
+    code, told = nvrtc.compile_told(mamba2_advance.source(), macros, "sm_90a", "--ptxas-options=-v")
+    assert "0 bytes spill stores" in told, told
+    assert unwritten_reads(code, tmp_path) == []
+    assert 2 * (mamba2_advance.shared_bytes(macros) + 1024) <= SHARED_BYTES + 1024
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(1, 1), (2, 1), (3, 2), (16, 2)])

@@ -31,11 +31,11 @@ def results(
     """What each run gives of one row, and all that is then kept. like: of the type of what tokens bring."""
     computed, count = row
     device, generator = like.device, torch.Generator(like.device).manual_seed(0)
-    states, num_states = _table(told.forms[:1], told.firsts[0], (computed + count) // own.chunk, 1)
+    states, num_states = table_of(told.forms[:1], told.firsts[0], (computed + count) // own.chunk, 1)
     entries = -(-(computed + count) // own.block_size)
-    inputs, num_inputs = _table(told.forms[1:], told.firsts[1], entries, own.block_size)
+    inputs, num_inputs = table_of(told.forms[1:], told.firsts[1], entries, own.block_size)
     step = StateStep()
-    step.prepare(_of_one_row(computed, count, device))
+    step.prepare(of_one_row(computed, count, device))
     tables = states.to(device), inputs.to(device)
     example = dataclasses.replace(own, state_table=tables[0], input_table=tables[1], step=step)
     shapes = [(num_states, told.forms[0][0]), *((num_inputs, form[0]) for form in told.forms[1:])]
@@ -66,7 +66,7 @@ def agree(found: Sequence[Sequence[Tensor]]) -> bool:
     return all(all(map(torch.equal, first, one)) for one in others)
 
 
-def _of_one_row(computed: int, count: int, device: torch.device) -> StateInputs:
+def of_one_row(computed: int, count: int, device: torch.device) -> StateInputs:
     """What a step is told."""
     end = computed + count
     return StateInputs(
@@ -79,7 +79,7 @@ def _of_one_row(computed: int, count: int, device: torch.device) -> StateInputs:
     )
 
 
-def _table(forms: Sequence[Form], first: int, entries: int, items: int) -> tuple[Tensor, int]:
+def table_of(forms: Sequence[Form], first: int, entries: int, items: int) -> tuple[Tensor, int]:
     """(one row's table, its blocks and the null block). Every column that a layer reads has a block of its own."""
     table = torch.zeros(1, entries * forms[0][7], dtype=torch.int32)
     count = 1

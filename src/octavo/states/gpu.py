@@ -27,9 +27,9 @@ from octavo.ops.scan.conv_gpu import convolve_prompts, short_convolution
 from octavo.ops.scan.kept import form_of
 from octavo.ops.scan.mamba1_gpu import mamba1_scan
 from octavo.ops.scan.mamba2_decode_gpu import mamba2_decode, programs_of
-from octavo.ops.scan.mamba2_gpu import mamba2_advance, mamba2_scan
+from octavo.ops.scan.mamba2_gpu import mamba2_scan
 from octavo.ops.scan.mamba2_walk_gpu import mamba2_walk
-from octavo.states import composed, delta_gpu
+from octavo.states import composed, delta_gpu, mamba2_advance
 from octavo.states.base import LayerStates
 from octavo.states.launches import FEW, PLAIN, Told, gates, is_streamable, kind_of, precision
 from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
@@ -48,7 +48,7 @@ class Stream(NamedTuple):
 _CONV_TOKENS, _CONV_TILE, _CONV_REGISTERS, _DECODE_CHANNELS = 16, 128, None, 512
 # Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
 _ADVANCING, _WALKING = "advance", "walk"
-_MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING: (64, 4), _ADVANCING: (64, 8)}
+_MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING: (64, 4), _ADVANCING: (64, 4)}
 # Of Mamba-2's prompts: chunks that are on their way or used; types whose chunks are walked, for float32 would spill.
 _WALK_STAGES, _WALKED = 2, (torch.bfloat16, torch.float16)
 _WALK_REGISTERS: int | None = None
@@ -56,9 +56,6 @@ _WALK_REGISTERS: int | None = None
 # its numbers: four programs fit a processor then, else three.
 _STREAMS = {True: Stream(2, 3, 255, 528), False: Stream(4, 2, 168, 396)}
 _MOST_STATES, _FEW_CHANNELS = 128, 32  # of float32: with more states, more channels do not fit a Hopper's shared memory
-# That advance states of Mamba-2: programs, two a processor; heads on their way or used; registers of a thread.
-_ADVANCE_PROGRAMS, _ADVANCE_STAGES, _ADVANCE_REGISTERS = 264, 3, 128
-_MOST_ROWS = 512  # for which one kernel is compiled
 
 
 class GpuStates:
@@ -154,35 +151,15 @@ class GpuStates:
         self, own: LayerStates, scan: Mamba2Operands, num_rows: int, firsts: Sequence[tuple[int, int]]
     ) -> None:
         """Of the first `num_rows` rows, where the one token ends a chunk: write states. firsts: parts of each layer."""
-        told, step = self._tell_mamba2(own, scan), own.inputs
-        x = told.kept[1]
+        told = self._tell_mamba2(own, scan)
         next = tuple(b - a for a, b in zip(*firsts[:2], strict=True)) if len(firsts) > 1 else (0, 0)
         if firsts != [tuple(a + n * b for a, b in zip(firsts[0], next, strict=True)) for n in range(len(firsts))]:
             for each in firsts:  # no two of them are alike
                 self._advance_mamba2(own, scan, num_rows, [each])
             return
+        x = told.kept[1]
         wide, warps = _mamba2_tile(scan.head_size, _ADVANCING, scan.state_size, x)
-        is_small = x.dtype is not torch.float32 and scan.state_size <= _MOST_STATES
-        tasks = len(firsts) * num_rows * scan.num_heads * -(-scan.head_size // wide)
-        mamba2_advance[(min(tasks, _ADVANCE_PROGRAMS),)](
-            step.rows,
-            step.query_start,
-            step.seq_lens,
-            num_rows,
-            len(firsts),
-            *next,
-            *told.tables,
-            *told.kept,
-            *firsts[0],
-            **_mamba2_shape(own, scan, told, x, wide),
-            ROWS_PADDED=padded_length(max(num_rows, _MOST_ROWS)),
-            STAGES=_ADVANCE_STAGES if is_small else 1,
-            maxnreg=_ADVANCE_REGISTERS if is_small else None,
-            num_warps=warps,
-            num_stages=1,
-            **chained(x.device),
-            **PLAIN,
-        )
+        mamba2_advance.advance(own, told, scan, num_rows, firsts, _mamba2_shape(own, scan, told, x, wide), warps)
 
     def mamba2(self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor) -> Tensor:
         """See StateBackend."""

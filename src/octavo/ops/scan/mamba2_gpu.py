@@ -8,7 +8,7 @@ what is left,
 where the sum over i is one product over all places of the chunk, those behind t being 0. The state is read once, and
 written at a chunk's end. Products are of the model's type with float32 sums. Invariant: a row of a product has the same
 bits in a tile of any height, so a decoded token is a tile of few rows, and a prompt's are of many. Where every row
-decodes one token `mamba2_advance` writes states, behind the kernel: with that it would take twice the registers.
+decodes one token `mamba2_advance_gpu` writes states, behind the kernel: with that it would take twice the registers.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from octavo.ops.compile.launch import begin_after, launched, wait_before
+from octavo.ops.compile.launch import launched, wait_before
 from octavo.ops.scan.kept import PLACES, keep, numbers, tokens
 from octavo.ops.scan.mamba2_states import read, write
 
@@ -166,82 +166,3 @@ def mamba2_scan(
             state, upper = write(
                 told, begin + CHUNK, state, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind
             )
-
-
-@launched(triton.jit(do_not_specialize=["num_rows", "num_layers", "state_next", "input_next", *PLACES]))
-def mamba2_advance(
-    rows,
-    query_start,
-    seq_lens,
-    num_rows,
-    num_layers,
-    state_next,  # parts from a layer's to the next one's
-    input_next,
-    state_table,
-    state_columns,
-    input_table,
-    input_columns,
-    state_kept,
-    x_kept,
-    b_kept,
-    total_kept,
-    dt_kept,
-    state_first,
-    input_first,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    STATES: tl.constexpr,
-    STATES_PADDED: tl.constexpr,
-    WIDE: tl.constexpr,
-    ROWS_PADDED: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STATE_FORM: tl.constexpr,
-    X_FORM: tl.constexpr,
-    B_FORM: tl.constexpr,
-    TOTAL_FORM: tl.constexpr,
-    DT_FORM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    PARTED: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Of rows of one token, behind all layers: where that ends a chunk, the states behind it.
-
-    The heads of all such rows, in tiles, are dealt to the programs in turn: mostly there are none. The next one's state
-    and tokens are on their way while one is computed: no task reads what another writes.
-    """
-    each, tiles = tl.arange(0, ROWS_PADDED), tl.cdiv(SIZE, WIDE)
-    is_row = each < num_rows
-    ends = tl.load(seq_lens + each, mask=is_row, other=1)
-    begun = tl.load(query_start + each, mask=is_row, other=0)
-    is_full = (ends % CHUNK == 0) & (tl.load(query_start + each + 1, mask=is_row, other=0) == begun + 1)
-    rank = tl.cumsum(is_full.to(tl.int32), 0)
-    of_layer = tl.sum(is_full.to(tl.int32), 0) * HEADS * tiles
-    count = of_layer * num_layers
-    begin_after(PDL)
-    width, place = tl.arange(0, STATES_PADDED), tl.arange(0, CHUNK)
-    within = width < STATES
-    if tl.program_id(0) >= count:  # so that nothing of the first task is asked for
-        return
-    for task in tl.range(tl.program_id(0), count, tl.num_programs(0), num_stages=STAGES):
-        layer, own = task // of_layer, task % of_layer
-        row = tl.sum(tl.where(is_full & (rank == own // (HEADS * tiles) + 1), each, 0), 0)
-        end, part = tl.load(seq_lens + row), own % (HEADS * tiles)
-        begin, table_row = end - CHUNK, tl.load(rows + row)
-        states = state_table + table_row * state_columns
-        first = input_first + layer * input_next
-        of_row = (input_table + table_row * input_columns, first, 0, end, end, BLOCK)  # all of the chunk is kept
-        head, channel = part // tiles, part % tiles * WIDE + tl.arange(0, WIDE)
-        group, inside = head // (HEADS // GROUPS), channel < SIZE
-        told = (state_kept, states, state_first + layer * state_next, head)
-        in_state = within[:, None] & inside[None, :]
-        kind = x_kept.dtype.element_ty
-        state, _ = read(told, begin, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind)
-        b = tokens((b_kept, 0, 0, b_kept), of_row, begin, place, group, width, within, B_FORM, STATES)
-        x = tokens((x_kept, 0, 0, x_kept), of_row, begin, place, head, channel, inside, X_FORM, SIZE)
-        sums = numbers((total_kept, 0, 0, total_kept), of_row, begin, place, head, TOTAL_FORM)
-        steps = numbers((dt_kept, 0, 0, dt_kept), of_row, begin, place, head, DT_FORM)
-        state = advanced(state, b, x, sums, steps, PRECISION)
-        write(told, end, state, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind)

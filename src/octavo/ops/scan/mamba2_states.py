@@ -182,3 +182,62 @@ def write(
         kept = state.to(told[0].dtype.element_ty)
         tl.store(goal, kept, mask=inside & is_there)
         return kept.to(tl.float32), rounded(kept.to(tl.float32), kind)
+
+
+@triton.jit
+def read_in(
+    told,
+    block,
+    width,
+    channel,
+    inside,
+    FORM: tl.constexpr,
+    SIZE: tl.constexpr,
+    STATES: tl.constexpr,
+    PARTED: tl.constexpr,
+):
+    """[states, channels] of a head's state in float32, of the block that is known. told: see `_begin_in`."""
+    source, at, is_there = _begin_in(told, block, FORM, SIZE, STATES), _at(width, channel, SIZE), inside & (block > 0)
+    if PARTED:
+        source = source.to(tl.pointer_type(tl.int16))
+        upper = tl.load(source + at, mask=is_there, other=0).to(tl.int32)
+        left = tl.load(source + STATES * SIZE + at, mask=is_there, other=0).to(tl.int32)
+        return ((upper << 16) + left).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(source + at, mask=is_there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def write_in(
+    told,
+    block,
+    state,
+    width,
+    channel,
+    inside,
+    FORM: tl.constexpr,
+    SIZE: tl.constexpr,
+    STATES: tl.constexpr,
+    PARTED: tl.constexpr,
+):
+    """Keep a state of float32 in the block that is known, if it is one. told: see `_begin_in`."""
+    goal, at, is_there = _begin_in(told, block, FORM, SIZE, STATES), _at(width, channel, SIZE), inside & (block > 0)
+    if PARTED:  # a branch around stores is more than the pipeliner of Triton 3.6 takes
+        bits, halves = tl.minimum(state.to(tl.int32, bitcast=True), _LARGEST), goal.to(tl.pointer_type(tl.int16))
+        tl.store(halves + at, ((bits + 0x8000) >> 16).to(tl.int16), mask=is_there)
+        tl.store(halves + STATES * SIZE + at, bits.to(tl.int16), mask=is_there)
+    else:
+        tl.store(goal + at, state.to(told[0].dtype.element_ty), mask=is_there)
+
+
+@triton.jit
+def _begin_in(told, block, FORM: tl.constexpr, SIZE: tl.constexpr, STATES: tl.constexpr):
+    """Where a head's state begins in a block. told: (what is kept, the layer's first part, head)."""
+    kept, first_part, head = told
+    tl.static_assert(FORM[5] % STATES == 0, "a head's state lies in one line")
+    return kept + begin_in(block, first_part, 0, head * STATES, FORM, SIZE)
+
+
+@triton.jit
+def _at(width, channel, SIZE: tl.constexpr):
+    return (width * SIZE)[:, None] + channel[None, :]

@@ -1,0 +1,190 @@
+"""States of Mamba-2 behind chunks that decoding ended: which kernel writes them, Triton's or the one in CUDA C++.
+
+Owns the choice, and the example by which both are compared before that one runs. Invariants: the choice moves no bit;
+no launch waits for the device, so graphs may hold it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from octavo.ops import captures
+from octavo.ops.compile import side_by_side, validation_cache
+from octavo.ops.compile.launch import chained
+from octavo.ops.compile.row_sum import padded_length
+from octavo.ops.scan import Mamba2Operands, mamba2_advance
+from octavo.ops.scan import mamba2_advance_gpu as triton_gpu
+from octavo.states.base import LayerStates, StateStep
+from octavo.states.delta_check import ENDING, agree, of_one_row, table_of
+from octavo.states.launches import PLAIN, Told
+
+_LOG = logging.getLogger(__name__)
+# Of Triton's kernel: heads of a task; programs, two a processor; heads on their way or used; registers of a thread.
+_HEADS, _PROGRAMS, _STAGES, _REGISTERS = 16, 264, 2, 255
+_MOST_STATES = 128  # with which several heads fit a Hopper's shared memory
+_FEWEST_ROWS = 512  # for which it is compiled
+_ENDING_FIRST = 63, 1  # of a row: no state is ahead of its chunk
+_COPIED = True
+_agreed: dict[tuple[object, ...], bool] = {}  # by GPU and what the kernel was compiled for
+
+Firsts = Sequence[tuple[int, int]]  # parts of each layer's states and inputs
+
+
+def advance(
+    own: LayerStates,
+    told: Told,
+    scan: Mamba2Operands,
+    num_rows: int,
+    firsts: Firsts,
+    shape: dict[str, Any],
+    warps: int,
+) -> None:
+    """Of the first `num_rows` rows, where the one token ends a chunk: write states. firsts: at equal distances.
+
+    shape: constants of Triton's kernel; warps: of its programs.
+    """
+    if _chosen(own, told, scan, num_rows, shape, warps):
+        _copied(own, told, scan, num_rows, firsts)
+    else:
+        _plain(own, told, scan, num_rows, firsts, shape, warps)
+
+
+def _chosen(
+    own: LayerStates, told: Told, scan: Mamba2Operands, num_rows: int, shape: dict[str, Any], warps: int
+) -> bool:
+    """Whether the kernel in CUDA C++ serves a layer, is there, and was found to give Triton's bits."""
+    heads, sizes = (scan.num_heads, scan.num_groups), (scan.head_size, scan.state_size)
+    if not (_COPIED and shape["PARTED"] and mamba2_advance.serves(heads, sizes, own.chunk, num_rows, told.kept)):
+        return False
+    macros, device = _macros(own, told, scan), told.kept[0].device
+    return mamba2_advance.is_loaded(macros, device) and _agrees(macros, own, told, scan, shape, warps)
+
+
+def _agrees(
+    macros: dict[str, int | str],
+    own: LayerStates,
+    told: Told,
+    scan: Mamba2Operands,
+    shape: dict[str, Any],
+    warps: int,
+) -> bool:
+    """Whether the kernel has Triton's bits: found once, unless a graph is captured or a pass compiles."""
+    device = told.kept[0].device
+    what = device.index, *macros.items()
+    if what not in _agreed:
+        if side_by_side.current() is not None:
+            return True
+        if torch.cuda.is_current_stream_capturing():
+            return False
+
+        def compare() -> bool:
+            def plain(example: LayerStates, kept: Told) -> None:
+                _plain(example, kept, scan, 1, [kept.firsts], shape, warps)
+
+            def copied(example: LayerStates, kept: Told) -> None:
+                _copied(example, kept, scan, 1, [kept.firsts])
+
+            return all(agree(_results(own, told, row, (plain, copied))) for row in (ENDING, _ENDING_FIRST))
+
+        try:
+            told_of = [mamba2_advance.__name__, sorted(map(str, macros.items()))]
+            _agreed[what] = validation_cache.holds(told_of, device, compare)
+        except torch.OutOfMemoryError:
+            _LOG.warning("no memory to compare the kernels that advance states of Mamba-2: Triton's runs")
+            _agreed[what] = False
+            return False
+        if not _agreed[what]:
+            _LOG.warning("%s sums in another order than Triton's kernel, which runs instead", mamba2_advance.__name__)
+    return _agreed[what]
+
+
+def _results(
+    own: LayerStates, told: Told, row: tuple[int, int], runs: tuple[Callable[[LayerStates, Told], None], ...]
+) -> list[list[torch.Tensor]]:
+    """All that is kept of a row behind each run: it has computed so many tokens and decodes one, at random."""
+    device = told.kept[0].device
+    generator, (computed, count) = torch.Generator(device).manual_seed(0), row
+    states, num_states = table_of(told.forms[:1], told.firsts[0], (computed + count) // own.chunk, 1)
+    entries = -(-(computed + count) // own.block_size)
+    inputs, num_inputs = table_of(told.forms[1:], told.firsts[1], entries, own.block_size)
+    step = StateStep()
+    step.prepare(of_one_row(computed, count, device))
+    tables = states.to(device), inputs.to(device)
+    example = dataclasses.replace(own, state_table=tables[0], input_table=tables[1], step=step)
+    shapes = [(num_states, told.forms[0][0]), *((num_inputs, form[0]) for form in told.forms[1:])]
+    kept = [
+        torch.randn(shape, generator=generator, device=device, dtype=store.dtype)
+        for shape, store in zip(shapes, told.kept, strict=True)
+    ]
+    kept[0].view(torch.bfloat16).normal_(generator=generator)  # any two such numbers are halves of one
+    kept[3].abs_().neg_()
+    kept[4].sigmoid_()
+    places = tables[0], tables[0].stride(0), tables[1], tables[1].stride(0)
+    found = []
+    for run in runs:
+        own_kept = [each.clone() for each in kept]
+        if device.type == "cuda":
+            captures.wait_for_device(device)  # kernels read tables before the kernel ahead has ended
+        run(example, Told(tuple(own_kept), told.forms, told.firsts, places))
+        found.append(own_kept)
+    return found
+
+
+def _macros(own: LayerStates, told: Told, scan: Mamba2Operands) -> dict[str, int | str]:
+    return mamba2_advance.macros((scan.num_heads, scan.num_groups), own.block_size, told.forms)
+
+
+def _next(firsts: Firsts) -> tuple[int, int]:
+    """Parts from a layer's to the next one's."""
+    return (firsts[1][0] - firsts[0][0], firsts[1][1] - firsts[0][1]) if len(firsts) > 1 else (0, 0)
+
+
+def _copied(own: LayerStates, told: Told, scan: Mamba2Operands, num_rows: int, firsts: Firsts) -> None:
+    """By the kernel in CUDA C++."""
+    step, (state_table, state_columns, input_table, input_columns) = own.inputs, told.tables
+    places = step.rows, step.query_start, step.seq_lens, state_table, input_table, *told.kept
+    numbers = num_rows, len(firsts), *_next(firsts), state_columns, input_columns, *firsts[0]
+    to_tell = mamba2_advance.Told(*(each.data_ptr() for each in places), *numbers)
+    mamba2_advance.launch(to_tell, _macros(own, told, scan), told.kept[0].device)
+
+
+def _plain(
+    own: LayerStates,
+    told: Told,
+    scan: Mamba2Operands,
+    num_rows: int,
+    firsts: Firsts,
+    shape: dict[str, Any],
+    warps: int,
+) -> None:
+    """By Triton's."""
+    step, x = own.inputs, told.kept[1]
+    each = math.gcd(scan.num_heads // scan.num_groups, _HEADS)
+    tasks = len(firsts) * num_rows * scan.num_heads // each * -(-scan.head_size // shape["WIDE"])
+    is_small = x.dtype is not torch.float32 and scan.state_size <= _MOST_STATES
+    triton_gpu.mamba2_advance[(min(tasks, _PROGRAMS),)](
+        step.rows,
+        step.query_start,
+        step.seq_lens,
+        num_rows,
+        len(firsts),
+        *_next(firsts),
+        *told.tables,
+        *told.kept,
+        *firsts[0],
+        **shape,
+        EACH=each,
+        ROWS_PADDED=padded_length(max(num_rows, _FEWEST_ROWS)),
+        STAGES=_STAGES if is_small else 1,
+        maxnreg=_REGISTERS if is_small else None,
+        num_warps=warps,
+        num_stages=1,
+        **chained(x.device),
+        **PLAIN,
+    )
