@@ -241,7 +241,10 @@ class Parameters:
     def named(self, name: str) -> Tensor:
         """A parameter by its name in the trainer's layer."""
         path, _, last = name.rpartition(".")
-        parameter: Tensor = getattr(self.module.get_submodule(path), last)
+        module = self.module
+        for part in path.split(".") if path else ():
+            module = module._modules.get(part) or getattr(module, part)
+        parameter: Tensor = getattr(module, last)
         if hasattr(parameter, "to_local"):
             raise ValueError(f"{name} is sharded where its layer runs: wrap whole decoder layers with fully_shard")
         return parameter

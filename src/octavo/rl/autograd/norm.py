@@ -54,8 +54,11 @@ class _Norm(torch.autograd.Function):
 
 
 def norm_weight(weight: Tensor, offset: float) -> Tensor:
-    """The weight of a norm as operators take it: float32, offset included."""
-    own = weight.detach().float()
+    """The weight of a norm as operators take it, offset included: float32, on a GPU as it lies where it can."""
+    own = weight.detach()
+    if not offset and own.is_cuda and own.is_contiguous():
+        return own  # the kernels widen it exactly
+    own = own.float()
     return (own + offset if offset else own).contiguous()
 
 

@@ -22,7 +22,13 @@ def outside_autocast(function: Any) -> Any:
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
-        device = next((each.device.type for each in arguments if isinstance(each, torch.Tensor)), "cpu")
+        device = "cpu"
+        for each in arguments:
+            if isinstance(each, Tensor):
+                device = each.device.type
+                break
+        if not torch.is_autocast_enabled(device):  # to switch it off costs as much as a small operator
+            return function(*arguments)
         with torch.autocast(device, enabled=False):
             return function(*arguments)
 
@@ -81,8 +87,10 @@ def apply(function: Any, *arguments: Any) -> Any:
     none that operators take.
     """
     rows = next(each for each in arguments if isinstance(each, Tensor))
-    for dtype in (rows.dtype, *(each for each in arguments if isinstance(each, torch.dtype))):
-        check_dtype(f"octavo.rl's {function.backward.operator}", dtype, rows.device)
+    known = _OF_CPU if rows.device.type == "cpu" else DTYPES
+    for each in (rows.dtype, *arguments):
+        if isinstance(each, torch.dtype) and each not in known:
+            check_dtype(f"octavo.rl's {function.backward.operator}", each, rows.device)
     return function.apply(*arguments)
 
 
