@@ -52,7 +52,7 @@ class Pack:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"lengths must be one number of tokens or more, each at least 1, got {list(lengths)}")
         self.lengths, self.device = tuple(int(length) for length in lengths), torch.device(device)
-        self.num_tokens = sum(self.lengths)
+        self.num_tokens, self.longest = sum(self.lengths), max(self.lengths)
         if ids is not None and ids.shape != (self.num_tokens,):
             raise ValueError(f"ids must be [{self.num_tokens}], the sum of lengths, got {list(ids.shape)}")
         if ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool):
@@ -82,8 +82,9 @@ class Pack:
         self.inputs = AttentionInputs(
             num_rows=len(blocks),
             num_tokens=self.num_tokens,
-            max_query_len=max(self.lengths),
-            max_seq_len=max(self.lengths),
+            max_query_len=self.longest,
+            max_seq_len=self.longest,
+            min_query_len=min(self.lengths),
             block_size=BLOCK_SIZE,
             query_start=torch.tensor(starts, dtype=torch.int32).to(self.device),
             seq_lens=counts.to(self.device, torch.int32),
@@ -163,7 +164,7 @@ class Pack:
             setup = Setup(
                 max_num_rows=len(self.lengths),
                 max_num_tokens=self.num_tokens,
-                max_model_len=max(self.lengths),
+                max_model_len=self.longest,
                 num_blocks=self.num_slots // BLOCK_SIZE,
                 block_size=BLOCK_SIZE,
                 fields=self.tables,
@@ -178,7 +179,7 @@ class Pack:
 
 def cache_view(states: Tensor) -> Tensor:
     """states [slots, kv_heads, channels] as backends take a cache: [blocks, kv_heads, BLOCK_SIZE, channels]."""
-    return states.unflatten(0, (-1, BLOCK_SIZE)).transpose(1, 2)
+    return states.view(-1, BLOCK_SIZE, *states.shape[1:]).transpose(1, 2)
 
 
 def _usual_backend(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:

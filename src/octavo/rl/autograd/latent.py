@@ -53,8 +53,8 @@ def latent_rope(
     query: [tokens, heads, rope]; state: [tokens, latent + rope], of which the first are normed by weight [latent] and
     the others turned; cos_sin: `octavo.ops.rope.rope_table` of `rope` channels, long enough for the pack.
     """
-    if len(cos_sin) < max(pack.lengths):
-        raise ValueError(f"a sequence of {max(pack.lengths)} tokens is longer than the {len(cos_sin)} rotary positions")
+    if len(cos_sin) < pack.longest:
+        raise ValueError(f"a sequence of {pack.longest} tokens is longer than the {len(cos_sin)} rotary positions")
     rotated, states = apply(_LatentRope, query, state, weight, cos_sin, pack, eps, interleaved, offset)
     return rotated, states
 

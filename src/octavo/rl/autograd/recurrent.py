@@ -116,7 +116,7 @@ def _of_pack(pack: Pack, spec: StateSpec, dtype: torch.dtype) -> tuple[StateBack
     """
     kept = make_groups((spec,), BLOCK_SIZE, dtype.itemsize)
     pool = KVCachePool(kept, num_blocks=1, dtype=dtype, device=pack.device, layout=layout_by_name("BLHNC"))
-    longest, rows = max(pack.lengths), len(pack.lengths)
+    longest, rows = pack.longest, len(pack.lengths)
     columns = [max(group.num_blocks(longest + spec.chunk), 1) for group in kept]
     tables = [torch.zeros(rows, count, dtype=torch.int32, device=pack.device) for count in columns]
     step, backend, inputs = StateStep(), state_backend(pack.device), pack.inputs
@@ -329,7 +329,7 @@ class _Spread:
         self._count, device = len(pack.lengths), pack.positions.device
         counts = torch.tensor(pack.lengths, device=device)
         self._at = torch.arange(self._count, device=device).repeat_interleave(counts), pack.positions
-        self._length = -(-max(pack.lengths) // CHUNK) * CHUNK
+        self._length = -(-pack.longest // CHUNK) * CHUNK
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.new_zeros(self._count, self._length, *x.shape[1:]).index_put(self._at, x)

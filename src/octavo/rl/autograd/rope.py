@@ -32,8 +32,8 @@ def qk_norm_rope(
     qkv: [tokens, (heads + 2 * kv_heads) * head_size]; cos_sin: `octavo.ops.rope.rope_table`, long enough for the pack;
     q_norm, k_norm: [head_size], norms of each head with `eps` and `offset`, or None. What `attention` takes.
     """
-    if len(cos_sin) < max(pack.lengths):
-        raise ValueError(f"a sequence of {max(pack.lengths)} tokens is longer than the {len(cos_sin)} rotary positions")
+    if len(cos_sin) < pack.longest:
+        raise ValueError(f"a sequence of {pack.longest} tokens is longer than the {len(cos_sin)} rotary positions")
     q, states = apply(_QkNormRope, qkv, q_norm, k_norm, cos_sin, pack, spec, eps, offset)
     return q, states
 
