@@ -8,6 +8,7 @@ import torch
 
 spec = importlib.util.spec_from_file_location("bench_rl", os.path.join(os.path.dirname(os.path.abspath(__file__)), "rl.py"))
 bench = importlib.util.module_from_spec(spec)
+sys.modules['bench_rl'] = bench
 spec.loader.exec_module(bench)
 from octavo import rl
 from octavo.bench.shapes import SHAPES
@@ -96,3 +97,38 @@ micro("pack.attend", lambda: pack.attend(q, st, spec_))
 layer = model.model.layers[0]
 xg = x.clone().requires_grad_()
 micro("layer", lambda: layer(xg, pack=pack))
+
+
+def stages(n=100):
+    from octavo.rl.decoder import LayerRun, _Part
+
+    plan = run.plan
+    part = _Part(
+        LayerRun(
+            arch=run.shared.plan.arch, plan=plan, weights=run.weights, norm_offset=0.0, cos_sin=table, backend=None, pack=pack
+        ),
+        plan.layer,
+        "",
+    )
+    rows, clock = [], time.perf_counter
+    for _ in range(n):
+        torch.cuda.synchronize()
+        t = [clock()]
+        h = part.input_norm(xg); t.append(clock())
+        a = part.attention
+        p_ = a.qkv(h); t.append(clock())
+        q_ = a.rope_and_store(p_); t.append(clock())
+        s_ = a.attend(q_); t.append(clock())
+        o_ = a.output(s_); t.append(clock())
+        y = xg + o_; t.append(clock())
+        h = part.mlp_norm(y); t.append(clock())
+        z = part.mlp(h); t.append(clock())
+        r = y + z; t.append(clock())
+        rows.append([1e6 * (b - a) for a, b in zip(t, t[1:])])
+    names = ["norm", "qkv", "rope", "attend", "out", "add", "norm", "mlp", "add"]
+    print("stages us:", {f"{i} {k}": round(sorted(c)[n // 2], 1) for i, (k, c) in enumerate(zip(names, zip(*rows)))})
+
+
+stages()
+plain_layer = model.model.layers[0]
+micro("torch's layer", lambda: plain.layer(xg, plain_layer))
