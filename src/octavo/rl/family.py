@@ -197,6 +197,7 @@ class Parameters:
             if not path.startswith(_EXPERTS)
         }
         expert = next((names[0] for path, names in plan.names.items() if path.startswith(_EXPERTS)), "")
+        self._places: dict[str, tuple[list[str], str]] = {}  # name -> its modules' names, its own
         self._experts = expert.removeprefix(prefix).partition(".experts.")[0] + ".experts"
 
     @property
@@ -240,9 +241,12 @@ class Parameters:
 
     def named(self, name: str) -> Tensor:
         """A parameter by its name in the trainer's layer."""
-        path, _, last = name.rpartition(".")
-        module = self.module
-        for part in path.split(".") if path else ():
+        place = self._places.get(name)
+        if place is None:
+            *path, last = name.split(".")
+            place = self._places[name] = path, last
+        (path, last), module = place, self.module
+        for part in path:
             module = module._modules.get(part) or getattr(module, part)
         parameter: Tensor = getattr(module, last)
         if hasattr(parameter, "to_local"):

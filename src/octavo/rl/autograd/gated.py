@@ -29,7 +29,7 @@ class _Gated(torch.autograd.Function):
         gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
         ctx.save_for_backward(gate_up)
         ctx.kind = kind
-        return gated_activation(gate_up.detach(), kind)
+        return gated_activation(gate_up, kind)
 
     @staticmethod
     @first_order

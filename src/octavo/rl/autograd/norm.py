@@ -37,7 +37,7 @@ class _Norm(torch.autograd.Function):
         x = x if x.stride(-1) == 1 else x.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.offset = eps, offset
-        return rms_norm(x.detach(), norm_weight(weight, offset), eps)
+        return rms_norm(x, norm_weight(weight, offset), eps)
 
     @staticmethod
     @first_order

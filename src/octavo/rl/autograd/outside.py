@@ -86,10 +86,10 @@ def apply(function: Any, *arguments: Any) -> Any:
     Raises ValueError where the first tensor, whose type its result has, or a type that is asked for in its place, is
     none that operators take.
     """
-    rows = next(each for each in arguments if isinstance(each, Tensor))
-    known = _OF_CPU if rows.device.type == "cpu" else DTYPES
+    rows = arguments[0]
+    known = _OF_CPU if rows.is_cpu else DTYPES
     for each in (rows.dtype, *arguments):
-        if isinstance(each, torch.dtype) and each not in known:
+        if type(each) is torch.dtype and each not in known:
             check_dtype(f"octavo.rl's {function.backward.operator}", each, rows.device)
     return function.apply(*arguments)
 

@@ -58,7 +58,7 @@ class _QkNormRope(torch.autograd.Function):
         states = pack.new_states(spec.num_kv_heads, 2 * spec.head_size, qkv.dtype)
         first, second = (None if each is None else norm_weight(each, offset) for each in (q_norm, k_norm))
         q = qk_norm_rope_store(
-            qkv.detach(),
+            qkv,
             pack.positions,
             cos_sin,
             first,
