@@ -154,27 +154,32 @@ class Pack:
         `values` is head_size, or the latent spec's value_size. backend: an attention backend's name; None: the one
         that an engine takes by itself. layer: the tensors that the layer brings. Without gradients.
         """
+        name = backend or _usual_backend(spec, q.dtype, self.device)
+        key = spec, q.dtype, name, native.multiplies_in_pairs()  # a backend keeps the chain that it was made in
+        made = self._backends.get(key)
+        if made is None:
+            made = self._backends[key] = self._prepared(spec, q.dtype, name)
+        out = q.new_empty(*q.shape[:2], spec.value_size or spec.head_size)
+        made.run(q, cache_view(states), spec, out, layer)
+        return out
+
+    def _prepared(self, spec: AttentionSpec, dtype: torch.dtype, name: str) -> AttentionBackend:
+        """A backend that has planned for the pack's rows. Raises ValueError for mods that read what there is not."""
         lacking = [field.name for field in spec.mods.specs if field.name not in self.tables]
         if lacking:
             wrong = "prompt_lengths" if lacking == [PROMPT_LENGTH.spec.name] else f"fields {', '.join(lacking)}"
             raise ValueError(f"attention mod {spec.mods.name} reads what the pack was not given: make it with {wrong}")
-        name = backend or _usual_backend(spec, q.dtype, self.device)
-        key = spec, q.dtype, name, native.multiplies_in_pairs()  # a backend keeps the chain that it was made in
-        if key not in self._backends:
-            setup = Setup(
-                max_num_rows=len(self.lengths),
-                max_num_tokens=self.num_tokens,
-                max_model_len=self.longest,
-                num_blocks=self.num_slots // BLOCK_SIZE,
-                block_size=BLOCK_SIZE,
-                fields=self.tables,
-            )
-            made = BACKENDS.resolve(name)([spec], q.dtype, self.device, setup)
-            made.prepare(self.inputs)
-            self._backends[key] = made
-        out = q.new_empty(*q.shape[:2], spec.value_size or spec.head_size)
-        self._backends[key].run(q, cache_view(states), spec, out, layer)
-        return out
+        setup = Setup(
+            max_num_rows=len(self.lengths),
+            max_num_tokens=self.num_tokens,
+            max_model_len=self.longest,
+            num_blocks=self.num_slots // BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
+            fields=self.tables,
+        )
+        made = BACKENDS.resolve(name)([spec], dtype, self.device, setup)
+        made.prepare(self.inputs)
+        return made
 
 
 def cache_view(states: Tensor) -> Tensor:

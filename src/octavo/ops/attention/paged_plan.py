@@ -152,6 +152,11 @@ class Scratch:
             kept = {id(tensor) for tensor in self._captured}
             self._captured += [tensor for tensor in (self._parts, self._counters) if id(tensor) not in kept]
 
+    @property
+    def counters(self) -> Tensor:
+        """0 between launches."""
+        return self._counters
+
     def parts(self, num_leaves: int, lines: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
         """Flat room for the sums [leaves, lines, padded] and two numbers of each line, and the counters."""
         sums = num_leaves * lines * padded
