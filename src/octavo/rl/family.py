@@ -248,7 +248,8 @@ class Parameters:
         (path, last), module = place, self.module
         for part in path:
             module = module._modules.get(part) or getattr(module, part)
-        parameter: Tensor = getattr(module, last)
+        own = module._parameters
+        parameter: Tensor = own[last] if last in own else getattr(module, last)  # type: ignore[assignment]
         if hasattr(parameter, "to_local"):
             raise ValueError(f"{name} is sharded where its layer runs: wrap whole decoder layers with fully_shard")
         return parameter

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from octavo.ops.gemm import linear as linear_operator
 from octavo.ops.gemm import linear_as_it_lies
-from octavo.rl.autograd.outside import apply, first_order, outside_autocast
+from octavo.rl.autograd.outside import apply, check_dtype, first_order
 from octavo.rl.autograd.packed_weights import packed, rounded
 
 
@@ -41,13 +41,14 @@ def linear(
     for each in weights:
         if each.dim() != 2 or each.shape[1] != size:
             raise ValueError(f"a weight must be [N, {x.shape[-1]}] for rows of {x.shape[-1]}, got {list(each.shape)}")
+    if out_dtype is not None:
+        check_dtype("octavo.rl's linear", out_dtype, x.device)
     result: Tensor = apply(_Linear, x, out_dtype or x.dtype, *weights, *biases)
     return result
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(ctx: Any, x: Tensor, out_dtype: torch.dtype, *tensors: Tensor | None) -> Tensor:
         count = len(tensors) // 2
         weights, biases = [each for each in tensors[:count] if each is not None], tensors[count:]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.norm import rms_norm
-from octavo.rl.autograd.outside import apply, first_order, num_processors, outside_autocast
+from octavo.rl.autograd.outside import apply, first_order, num_processors
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -32,7 +32,6 @@ def add(x: Tensor, residual: Tensor) -> Tensor:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         x = x if x.stride(-1) == 1 else x.contiguous()
         ctx.save_for_backward(x, weight)

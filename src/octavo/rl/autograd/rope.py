@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.cache.specs import AttentionSpec
 from octavo.ops.rope import qk_norm_rope_store
 from octavo.rl.autograd.norm import norm_backward, norm_weight
-from octavo.rl.autograd.outside import apply, first_order, num_processors, outside_autocast
+from octavo.rl.autograd.outside import apply, first_order, num_processors
 from octavo.rl.pack import Pack, cache_view
 
 
@@ -40,7 +40,6 @@ def qk_norm_rope(
 
 class _QkNormRope(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(
         ctx: Any,
         qkv: Tensor,
