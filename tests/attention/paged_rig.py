@@ -36,9 +36,15 @@ FEATURES: tuple[dict[str, Any], ...] = (
 
 
 def attend(
-    batch: Batch, *, processors: int = 0, scratch: Scratch | None = None, tile: Tile | None = None, **options: Any
+    batch: Batch,
+    *,
+    processors: int = 0,
+    scratch: Scratch | None = None,
+    tile: Tile | None = None,
+    least_known: bool = False,
+    **options: Any,
 ) -> torch.Tensor:
-    """The operator's result over a poisoned output. tile: for rows of many queries."""
+    """The operator's result over a poisoned output. tile: for rows of many queries; least_known: of each row."""
     q, kv = batch.q, batch.kv
     scratch = scratch or Scratch(q.device)
     tensors = {name: options.pop(name, None) for name in ("key_scale", "value_scale", "sinks", "slopes")}
@@ -50,8 +56,10 @@ def attend(
         num_tokens=len(q),
         max_query_len=int(batch.query_start.diff().max()),
         max_seq_len=int(batch.seq_lens.max()),
+        min_query_len=int(batch.query_start.diff().min()) if least_known else 0,
         tile=tile,
     )
+    assert not (least_known and plan.rows), "rows of few queries were looked for where there are none"
     out = torch.full_like(q, 7.0)
     paged_attention(*batch.args(), out, mask_spec=mask_spec, plan=plan, scratch=scratch, **tensors)
     return out
@@ -235,6 +243,14 @@ def check_the_division_is_whole_and_even() -> None:
         parts = [sum(begin <= place < end for place in total) for begin, end in itertools.pairwise(starts)]
         assert sum(parts) == len(total)
         assert not total or max(parts) <= 4 * (len(total) / len(parts) + 2)
+
+
+def check_rows_of_many_queries_alone() -> None:
+    """What knows that there are no short rows launches nothing for them, and gives the same bits."""
+    history = make_history(5, 300, 4, 2, 16, torch.float16)
+    batch = make_batch([(history, 300, 300), (history, 90, 70), (history, 200, 65)], 16)
+    for options in ({}, {"window": 50}):
+        assert torch.equal(attend(batch, least_known=True, **options), attend(batch, **options))
 
 
 def check_tiles_of_long_rows_are_numbered_without_gaps() -> None:

@@ -69,6 +69,8 @@ def check_norm(device: str, width: int, dtype: torch.dtype, rows: int = 5) -> No
     expected, expected_total = norm.add_rms_norm_reference(x, residual, weight, 1e-6)
     assert_equal(total, expected_total)
     assert_close(normed, expected, 1 if device == "cuda" else 2)
+    for narrow in (weight.to(BF16), weight.to(F16)):  # a trainer's weights are widened by the kernel
+        assert torch.equal(gpu_norm.rms_norm(x, narrow, 1e-6), gpu_norm.rms_norm(x, narrow.float(), 1e-6))
 
 
 def check_activation(device: str, kind: str, dtype: torch.dtype, width: int = 200) -> None:
@@ -181,6 +183,13 @@ def check_rope(device: str, dtype: torch.dtype, shape: tuple[int, int, int, int]
         case = RopeCase(device, dtype, shape, tokens, **options)
         q, kv = case.call(gpu_rope.qk_norm_rope_store)
         assert_equal(case.in_lines(), q)
+        if options.get("norm"):
+            first, second = (weight.to(BF16) for weight in case.norms if weight is not None)
+            answers = []
+            for case.norms in ((first, second), (first.float(), second.float())):
+                answers.append(case.call(gpu_rope.qk_norm_rope_store))
+            assert all(torch.equal(*same) for same in zip(*answers, strict=True)), "a kernel widens weights otherwise"
+            case = RopeCase(device, dtype, shape, tokens, **options)
         expected_q, expected_kv = case.call(rope.qk_norm_rope_store_eager)
         # a normed channel may round the other way, which the rotation mixes into two
         scale = float(expected_q.float().abs().max())

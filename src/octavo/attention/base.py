@@ -184,6 +184,7 @@ class AttentionInputs:
     block_table: torch.Tensor  # [num_rows, width] int32, kernel block ids
     slot_mapping: torch.Tensor  # [num_tokens] int64, -1: do not write
     rows: torch.Tensor | None = None  # [num_rows] int64, the table row of each; read where mods are
+    min_query_len: int = 0  # host lower bound of a row's queries
     max_long: int | None = None  # host upper bound of rows with several queries, which come last; None: all rows
     apart: bool = False  # no row reads what another one stores in the same step, though rows may have several queries
     call_checked: bool = False  # whether a layer's tensors were found to fit
@@ -200,6 +201,7 @@ class AttentionInputs:
             self,
             num_tokens=len(logits.tokens),
             max_query_len=logits.max_per_row,
+            min_query_len=0,
             query_start=logits.query_start,
             max_long=None if logits.max_per_row > 1 else 0,
             call_checked=False,

@@ -97,6 +97,7 @@ class PagedBackend(BackendFrame):
                 *self._rows[:2],
                 num_tokens=inputs.num_tokens,
                 max_query_len=inputs.max_query_len,
+                min_query_len=inputs.min_query_len,
                 max_seq_len=inputs.max_seq_len,
                 for_capture=for_capture,
             )

@@ -115,8 +115,12 @@ class _Part:
 
     def product(self, x: Tensor, name: str) -> Tensor:
         """The product with the weights called `name`."""
-        weights, layer = self.run.weights.rows(f"{name}.weight"), cast(Layer, self.run.plan.layer.get_submodule(name))
-        return linear(x, weights, self.run.weights.biases(f"{name}.bias", layer, len(weights)))
+        run, biases = self.run, None
+        weights = run.weights.rows(f"{name}.weight")
+        if f"{name}.bias" in run.weights:
+            layer = cast(Layer, run.plan.layer.get_submodule(name))
+            biases = run.weights.biases(f"{name}.bias", layer, len(weights))
+        return linear(x, weights, biases)
 
 
 def _keeping_gradients(method: Callable[[Tensor], Tensor], name: str, x: Tensor) -> Tensor:

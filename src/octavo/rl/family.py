@@ -197,6 +197,7 @@ class Parameters:
             if not path.startswith(_EXPERTS)
         }
         expert = next((names[0] for path, names in plan.names.items() if path.startswith(_EXPERTS)), "")
+        self._places: dict[str, tuple[list[str], str]] = {}  # name -> its modules' names, its own
         self._experts = expert.removeprefix(prefix).partition(".experts.")[0] + ".experts"
 
     @property
@@ -240,8 +241,15 @@ class Parameters:
 
     def named(self, name: str) -> Tensor:
         """A parameter by its name in the trainer's layer."""
-        path, _, last = name.rpartition(".")
-        parameter: Tensor = getattr(self.module.get_submodule(path), last)
+        place = self._places.get(name)
+        if place is None:
+            *path, last = name.split(".")
+            place = self._places[name] = path, last
+        (path, last), module = place, self.module
+        for part in path:
+            module = module._modules.get(part) or getattr(module, part)
+        own = module._parameters
+        parameter: Tensor = own[last] if last in own else getattr(module, last)  # type: ignore[assignment]
         if hasattr(parameter, "to_local"):
             raise ValueError(f"{name} is sharded where its layer runs: wrap whole decoder layers with fully_shard")
         return parameter

@@ -52,7 +52,7 @@ class Pack:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"lengths must be one number of tokens or more, each at least 1, got {list(lengths)}")
         self.lengths, self.device = tuple(int(length) for length in lengths), torch.device(device)
-        self.num_tokens = sum(self.lengths)
+        self.num_tokens, self.longest = sum(self.lengths), max(self.lengths)
         if ids is not None and ids.shape != (self.num_tokens,):
             raise ValueError(f"ids must be [{self.num_tokens}], the sum of lengths, got {list(ids.shape)}")
         if ids is not None and (ids.is_floating_point() or ids.dtype == torch.bool):
@@ -82,8 +82,9 @@ class Pack:
         self.inputs = AttentionInputs(
             num_rows=len(blocks),
             num_tokens=self.num_tokens,
-            max_query_len=max(self.lengths),
-            max_seq_len=max(self.lengths),
+            max_query_len=self.longest,
+            max_seq_len=self.longest,
+            min_query_len=min(self.lengths),
             block_size=BLOCK_SIZE,
             query_start=torch.tensor(starts, dtype=torch.int32).to(self.device),
             seq_lens=counts.to(self.device, torch.int32),
@@ -153,32 +154,37 @@ class Pack:
         `values` is head_size, or the latent spec's value_size. backend: an attention backend's name; None: the one
         that an engine takes by itself. layer: the tensors that the layer brings. Without gradients.
         """
+        name = backend or _usual_backend(spec, q.dtype, self.device)
+        key = spec, q.dtype, name, native.multiplies_in_pairs()  # a backend keeps the chain that it was made in
+        made = self._backends.get(key)
+        if made is None:
+            made = self._backends[key] = self._prepared(spec, q.dtype, name)
+        out = q.new_empty(*q.shape[:2], spec.value_size or spec.head_size)
+        made.run(q, cache_view(states), spec, out, layer)
+        return out
+
+    def _prepared(self, spec: AttentionSpec, dtype: torch.dtype, name: str) -> AttentionBackend:
+        """A backend that has planned for the pack's rows. Raises ValueError for mods that read what there is not."""
         lacking = [field.name for field in spec.mods.specs if field.name not in self.tables]
         if lacking:
             wrong = "prompt_lengths" if lacking == [PROMPT_LENGTH.spec.name] else f"fields {', '.join(lacking)}"
             raise ValueError(f"attention mod {spec.mods.name} reads what the pack was not given: make it with {wrong}")
-        name = backend or _usual_backend(spec, q.dtype, self.device)
-        key = spec, q.dtype, name, native.multiplies_in_pairs()  # a backend keeps the chain that it was made in
-        if key not in self._backends:
-            setup = Setup(
-                max_num_rows=len(self.lengths),
-                max_num_tokens=self.num_tokens,
-                max_model_len=max(self.lengths),
-                num_blocks=self.num_slots // BLOCK_SIZE,
-                block_size=BLOCK_SIZE,
-                fields=self.tables,
-            )
-            made = BACKENDS.resolve(name)([spec], q.dtype, self.device, setup)
-            made.prepare(self.inputs)
-            self._backends[key] = made
-        out = q.new_empty(*q.shape[:2], spec.value_size or spec.head_size)
-        self._backends[key].run(q, cache_view(states), spec, out, layer)
-        return out
+        setup = Setup(
+            max_num_rows=len(self.lengths),
+            max_num_tokens=self.num_tokens,
+            max_model_len=self.longest,
+            num_blocks=self.num_slots // BLOCK_SIZE,
+            block_size=BLOCK_SIZE,
+            fields=self.tables,
+        )
+        made = BACKENDS.resolve(name)([spec], dtype, self.device, setup)
+        made.prepare(self.inputs)
+        return made
 
 
 def cache_view(states: Tensor) -> Tensor:
     """states [slots, kv_heads, channels] as backends take a cache: [blocks, kv_heads, BLOCK_SIZE, channels]."""
-    return states.unflatten(0, (-1, BLOCK_SIZE)).transpose(1, 2)
+    return states.view(-1, BLOCK_SIZE, *states.shape[1:]).transpose(1, 2)
 
 
 def _usual_backend(spec: AttentionSpec, dtype: torch.dtype, device: torch.device) -> str:

@@ -127,7 +127,7 @@ def gated_activation(gate_up: Tensor, *, tanh: bool) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        _gated[(rows, triton.cdiv(size, _BLOCK))](
+        _gated[(rows, -(-size // _BLOCK))](
             gate_up,
             out,
             gate_up.stride(0),

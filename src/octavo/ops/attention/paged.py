@@ -231,7 +231,7 @@ def _serve_prompts(
     return prefill.launch(
         *tensors,
         plan.prompts.tile_start,
-        scratch.parts(0, 0, 0)[2],
+        scratch.counters,
         programs=plan.prompts.programs,
         sees=sees(mask_spec),
         reach=mask_spec.reach,

@@ -152,6 +152,11 @@ class Scratch:
             kept = {id(tensor) for tensor in self._captured}
             self._captured += [tensor for tensor in (self._parts, self._counters) if id(tensor) not in kept]
 
+    @property
+    def counters(self) -> Tensor:
+        """0 between launches."""
+        return self._counters
+
     def parts(self, num_leaves: int, lines: int, padded: int) -> tuple[Tensor, Tensor, Tensor]:
         """Flat room for the sums [leaves, lines, padded] and two numbers of each line, and the counters."""
         sums = num_leaves * lines * padded
@@ -248,12 +253,13 @@ class Planner:
         num_tokens: int,
         max_query_len: int,
         max_seq_len: int,
+        min_query_len: int = 0,
         for_capture: bool = False,
         tile: Tile | None = None,
     ) -> Plan:
         """The plan of a batch. Launches the division of its short rows and waits for nothing.
 
-        The numbers are the host's, as upper bounds: larger ones change no bit. A plan that is made for a graph, inside
+        The numbers are the host's, as bounds: wider ones change no bit. A plan that is made for a graph, inside
         its capture, holds for all lengths and queries within them. tile: for rows of many queries, other than the
         table's.
         """
@@ -263,7 +269,8 @@ class Planner:
         rows_at = rows_tile(heads, num_rows, max_query_len, self._dtype, self._cache_dtype, lean=self._lean)
         short = rows_at.lines // heads.group
         rows, tiles, prompts, capacity = None, None, None, 0
-        if max_query_len <= short or num_tokens < num_rows * max_query_len:  # some row may be short
+        may_differ = num_tokens < num_rows * max_query_len
+        if max_query_len <= short or (may_differ and min_query_len <= short):  # some row may be short
             rows, capacity = self._rows(
                 rows_at, query_start, seq_lens, min(short, max_query_len), max_leaves, for_capture
             )

@@ -26,7 +26,7 @@ def _norm_backward(
     program = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, PADDED)
     inside = channel < SIZE
-    scale = tl.load(weight + channel, mask=inside, other=0.0)
+    scale = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
     of_weight = tl.zeros((PADDED,), tl.float32)
     for row in range(program, num_rows, programs):
         value = tl.load(x + row * x_row + channel, mask=inside, other=0.0).to(tl.float32)
@@ -43,7 +43,7 @@ def _norm_backward(
 def norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float, processors: int) -> tuple[Tensor, Tensor]:
     """(gradient of x [rows, size] in its dtype, of weight [size] float32) of `octavo.ops.norm.rms_norm`.
 
-    grad, x: [rows, size], rows may be strided; weight: [size] float32. processors: of the device.
+    grad, x: [rows, size], rows may be strided; weight: [size]. processors: of the device.
     """
     grad = grad if grad.stride(1) == 1 else grad.contiguous()
     (num_rows, size), padded = x.shape, triton.next_power_of_2(x.shape[1])

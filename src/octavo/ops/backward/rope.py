@@ -51,13 +51,14 @@ def _turn_back(
         a, b = a * inverse, b * inverse
         of_first += first * a
         of_second += second * b
-        first *= tl.load(norm + channel, mask=channel < HALF, other=0.0)[None, :]
-        second *= tl.load(norm + HALF + channel, mask=channel < HALF, other=0.0)[None, :]
+        first *= tl.load(norm + channel, mask=channel < HALF, other=0.0).to(tl.float32)[None, :]
+        second *= tl.load(norm + HALF + channel, mask=channel < HALF, other=0.0).to(tl.float32)[None, :]
         shared = tl.sum(first * a + second * b, 1)
         if HEAD > 2 * HALF:
             c *= inverse
             of_rest += rest * c
-            rest *= tl.load(norm + 2 * HALF + other, mask=other < HEAD - 2 * HALF, other=0.0)[None, :]
+            scale = tl.load(norm + 2 * HALF + other, mask=other < HEAD - 2 * HALF, other=0.0)
+            rest *= scale.to(tl.float32)[None, :]
             shared += tl.sum(rest * c, 1)
         shared = (shared / HEAD)[:, None]
         first, second = (first - a * shared) * inverse, (second - b * shared) * inverse
@@ -143,7 +144,7 @@ def rope_backward(
 
     grad_q: [tokens, heads, head_size]; grad_states: [slots, kv_heads, 2 * head_size]; qkv: [tokens, (heads + 2 *
     kv_heads) * head_size], all contiguous; positions, slots: [tokens] int64; cos_sin: [positions, rotary] float32;
-    norms: [head_size] float32. processors: of the device.
+    norms: [head_size]. processors: of the device.
     """
     (num_tokens, num_heads, size), num_kv_heads = grad_q.shape, grad_states.shape[1]
     half = cos_sin.shape[1] // 2

@@ -210,6 +210,18 @@ def _linear_gpu(
     return matmul.linear(x, weight.storage, bias, out)
 
 
+def linear_as_it_lies(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """`linear` on a GPU, into `out`, with a weight [N, K] that nobody packed and whose memory may change hands."""
+    from octavo.ops.gemm import cluster_gemm, gpu  # need triton
+
+    weight = weight.contiguous()
+    gpu.check_library(weight)
+    if bias is None and x.shape[0] <= cluster_gemm.MAX_ROWS and cluster_gemm.serves(x, weight, out):
+        cluster_gemm.product(x, weight, out)
+    else:
+        gpu.linear(x, weight, bias, out)
+
+
 def load_kernels(num_rows: int) -> None:
     """On a GPU: load what products of so many rows run by the weights that they have met, draws of a head's among them.
 

@@ -89,7 +89,7 @@ def _latent_rope_store(
             channel = tl.arange(0, PADDED)
             source = state + token * state_token
             value = tl.load(source + channel, mask=channel < LATENT, other=0.0).to(tl.float32)
-            gain = tl.load(weight + channel, mask=channel < LATENT, other=0.0)
+            gain = tl.load(weight + channel, mask=channel < LATENT, other=0.0).to(tl.float32)
             square = row_sums(tl.reshape(value * value, (1, PADDED)), LEVELS)
             inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(square, LATENT * 1.0) + eps))
             scale = 1.0

@@ -45,7 +45,7 @@ def _norm_rows(
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, PADDED)
     inside = channel < SIZE
-    scale = tl.load(weight + channel, mask=inside, other=0.0)
+    scale = tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
     begin_after(PDL)
     value = tl.load(x + row * x_row + channel, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -114,7 +114,7 @@ def group_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `octavo.ops.norm.rms_norm`; float16 too."""
+    """See `octavo.ops.norm.rms_norm`; float16 too, and weights of any of these types."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, x, weight, out, out, eps, add=False)
     return out

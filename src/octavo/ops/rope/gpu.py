@@ -98,10 +98,11 @@ def _rotated(
         squares = row_sums(first * first + second * second, HALF_LEVELS)
         if HEAD > 2 * HALF:
             squares += row_sums(rest * rest, REST_LEVELS)
-            rest_weight = tl.load(norm + 2 * HALF + other, mask=other < HEAD - 2 * HALF, other=0.0)[None, :]
+            rest_weight = tl.load(norm + 2 * HALF + other, mask=other < HEAD - 2 * HALF, other=0.0)
+            rest_weight = rest_weight.to(tl.float32)[None, :]
         inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, HEAD * 1.0) + eps))[:, None]
-        first_weight = tl.load(norm + channel, mask=channel < HALF, other=0.0)[None, :]
-        second_weight = tl.load(norm + HALF + channel, mask=channel < HALF, other=0.0)[None, :]
+        first_weight = tl.load(norm + channel, mask=channel < HALF, other=0.0).to(tl.float32)[None, :]
+        second_weight = tl.load(norm + HALF + channel, mask=channel < HALF, other=0.0).to(tl.float32)[None, :]
         first = (first * inverse * first_weight).to(dtype).to(tl.float32)
         second = (second * inverse * second_weight).to(dtype).to(tl.float32)
         if HEAD > 2 * HALF:
@@ -215,7 +216,7 @@ def qk_norm_rope_store(
     value_scale: Tensor | None,
     tile: Tile = _HEADS,
 ) -> Tensor:
-    """See `octavo.ops.rope.qk_norm_rope_store`; float16 too.
+    """See `octavo.ops.rope.qk_norm_rope_store`; float16 too, and weights of norms of any of these types.
 
     tile: q has the shape [tiles, num_heads // group * lines, head_size]; lines without a query are left as they are.
     """
@@ -226,11 +227,11 @@ def qk_norm_rope_store(
     q = torch.empty((max(num_tokens, tile.num), lines, head_size), dtype=qkv.dtype, device=qkv.device)
     if not num_tokens:
         return q
-    padded, padded_half = triton.next_power_of_2(head_size), padded_length(half)
+    padded, padded_half = 1 << (head_size - 1).bit_length(), padded_length(half)
     rest = padded_length(max(head_size - 2 * half, 1))
     channels, warps = _FEW if num_tokens <= _FEW_TOKENS else _MORE
     heads = max(channels // padded, 1)
-    parts = triton.cdiv(num_heads, heads) + 2 * triton.cdiv(num_kv_heads, heads)
+    parts = -(-num_heads // heads) + 2 * -(-num_kv_heads // heads)
     _qk_norm_rope_store[(num_tokens, parts)](
         qkv, positions, cos_sin, cos_sin if q_norm is None else q_norm, cos_sin if k_norm is None else k_norm, kv, q,
         slot_mapping, qkv.stride(0), kv.stride(0), kv.stride(1), kv.stride(2), kv.shape[2],

@@ -17,7 +17,7 @@ from octavo.attention.base import NO_TENSORS, LayerTensors, mask_spec_of
 from octavo.attention.mods import NO_MODS, at_work
 from octavo.attention.reference import apply_mods
 from octavo.cache.specs import AttentionSpec
-from octavo.rl.autograd.outside import apply, first_order, outside_autocast
+from octavo.rl.autograd.outside import apply, first_order
 from octavo.rl.pack import Pack
 
 _AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 26}  # scores of a tile
@@ -49,7 +49,6 @@ def attention(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(
         ctx: Any,
         q: Tensor,

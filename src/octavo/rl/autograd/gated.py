@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.activation import GATED_KINDS, gated_activation
-from octavo.rl.autograd.outside import apply, first_order, outside_autocast
+from octavo.rl.autograd.outside import apply, first_order
 
 _AT_ONCE = 1 << 22  # elements of a block in backward
 _GELU = 0.7978845608028654  # sqrt(2 / pi)
@@ -24,12 +24,11 @@ def gated(gate_up: Tensor, kind: str = "silu") -> Tensor:
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(ctx: Any, gate_up: Tensor, kind: str) -> Tensor:
         gate_up = gate_up if gate_up.stride(-1) == 1 else gate_up.contiguous()
         ctx.save_for_backward(gate_up)
         ctx.kind = kind
-        return gated_activation(gate_up.detach(), kind)
+        return gated_activation(gate_up, kind)
 
     @staticmethod
     @first_order

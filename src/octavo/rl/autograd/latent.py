@@ -15,7 +15,7 @@ from octavo.ops.gemm.head_linear import head_linear as head_linear_operator
 from octavo.ops.latent import latent_rope_store
 from octavo.ops.latent.state import LatentState
 from octavo.rl.autograd.norm import norm_backward, norm_weight
-from octavo.rl.autograd.outside import apply, first_order, outside_autocast
+from octavo.rl.autograd.outside import apply, first_order
 from octavo.rl.autograd.packed_weights import packed_heads, rounded
 from octavo.rl.autograd.rope import turn_back
 from octavo.rl.pack import Pack, cache_view
@@ -53,15 +53,14 @@ def latent_rope(
     query: [tokens, heads, rope]; state: [tokens, latent + rope], of which the first are normed by weight [latent] and
     the others turned; cos_sin: `octavo.ops.rope.rope_table` of `rope` channels, long enough for the pack.
     """
-    if len(cos_sin) < max(pack.lengths):
-        raise ValueError(f"a sequence of {max(pack.lengths)} tokens is longer than the {len(cos_sin)} rotary positions")
+    if len(cos_sin) < pack.longest:
+        raise ValueError(f"a sequence of {pack.longest} tokens is longer than the {len(cos_sin)} rotary positions")
     rotated, states = apply(_LatentRope, query, state, weight, cos_sin, pack, eps, interleaved, offset)
     return rotated, states
 
 
 class _HeadLinear(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor, rows: slice, transposed: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.facts = rows, transposed
@@ -90,7 +89,6 @@ class _HeadLinear(torch.autograd.Function):
 
 class _LatentRope(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(
         ctx: Any,
         query: Tensor,

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from octavo.ops.gemm import linear as linear_operator
-from octavo.rl.autograd.outside import apply, first_order, outside_autocast
+from octavo.ops.gemm import linear_as_it_lies
+from octavo.rl.autograd.outside import apply, check_dtype, first_order
 from octavo.rl.autograd.packed_weights import packed, rounded
 
 
@@ -36,24 +37,29 @@ def linear(
         biases = [None] * len(weights)
     if len(biases) != len(weights):
         raise ValueError(f"{len(weights)} weights need as many biases, each one or None, got {len(biases)}")
+    size = x.shape[-1]
     for each in weights:
-        if each.dim() != 2 or each.shape[1] != x.shape[-1]:
+        if each.dim() != 2 or each.shape[1] != size:
             raise ValueError(f"a weight must be [N, {x.shape[-1]}] for rows of {x.shape[-1]}, got {list(each.shape)}")
+    if out_dtype is not None:
+        check_dtype("octavo.rl's linear", out_dtype, x.device)
     result: Tensor = apply(_Linear, x, out_dtype or x.dtype, *weights, *biases)
     return result
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(ctx: Any, x: Tensor, out_dtype: torch.dtype, *tensors: Tensor | None) -> Tensor:
         count = len(tensors) // 2
         weights, biases = [each for each in tensors[:count] if each is not None], tensors[count:]
         x = x if x.stride(-1) == 1 else x.contiguous()
-        out = torch.empty(x.shape[0], sum(len(weight) for weight in weights), dtype=out_dtype, device=x.device)
+        out = torch.empty(x.shape[0], sum(weight.shape[0] for weight in weights), dtype=out_dtype, device=x.device)
         for part, weight, bias in zip(_parts(out, weights), weights, biases, strict=True):
             added = None if bias is None else bias.detach().float().contiguous()
-            linear_operator(x.detach(), packed(weight, x.dtype), added, out_dtype, out=part)
+            if x.is_cuda:
+                linear_as_it_lies(x, rounded(weight, x.dtype).detach(), added, part)
+            else:
+                linear_operator(x.detach(), packed(weight, x.dtype), added, out_dtype, out=part)
         ctx.save_for_backward(x, *weights)
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         return out
@@ -115,4 +121,6 @@ def _library_product(a: Tensor, b: Tensor, out_dtype: torch.dtype, add_to: Tenso
 
 
 def _parts(joined: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-    return list(joined.split([len(weight) for weight in weights], dim=1))
+    if len(weights) == 1:
+        return [joined]
+    return list(joined.split_with_sizes([weight.shape[0] for weight in weights], dim=1))

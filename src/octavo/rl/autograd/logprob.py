@@ -18,7 +18,7 @@ from octavo.ops.gemm import linear as linear_operator
 from octavo.ops.sampling import cut_, token_stats
 from octavo.ops.sampling.truncation import TruncationRows
 from octavo.rl.autograd.linear import add_weight, backward_input
-from octavo.rl.autograd.outside import apply, first_order, outside_autocast
+from octavo.rl.autograd.outside import apply, first_order
 from octavo.rl.autograd.packed_weights import packed
 
 _AT_ONCE = {"cpu": 1 << 24, "cuda": 1 << 28}  # logits of a block
@@ -130,7 +130,6 @@ def head_logprob(
 
 class _TokenLogprob(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(ctx: Any, logits: Tensor, ids: Tensor, draw: _Draw) -> tuple[Tensor, Tensor]:
         logprobs, entropy, sums = _forward(lambda rows: logits[rows].detach().clone(), ids, draw, logits.shape[1])
         ctx.save_for_backward(logits, ids, entropy, sums)
@@ -152,7 +151,6 @@ class _TokenLogprob(torch.autograd.Function):
 
 class _HeadLogprob(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, draw: _Draw) -> tuple[Tensor, Tensor]:
         logits = _logits_of(hidden, weight)
         logprobs, entropy, sums = _forward(logits, ids, draw, len(weight))

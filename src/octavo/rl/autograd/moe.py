@@ -18,7 +18,7 @@ from octavo.ops.moe import ExpertWeights, run_experts
 from octavo.ops.moe.routing import choose_experts_reference, sum_by_rank
 from octavo.rl.autograd.gated import gated_backward
 from octavo.rl.autograd.linear import backward_input, backward_weight, linear
-from octavo.rl.autograd.outside import apply, first_order, outside_autocast
+from octavo.rl.autograd.outside import apply, first_order
 from octavo.rl.autograd.packed_weights import packed
 
 
@@ -54,7 +54,6 @@ def moe(
 
 class _Moe(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(ctx: Any, x: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(x, experts, gate_up, down)
         ctx.activation = activation

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.norm import rms_norm
-from octavo.rl.autograd.outside import apply, first_order, num_processors, outside_autocast
+from octavo.rl.autograd.outside import apply, first_order, num_processors
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -32,12 +32,11 @@ def add(x: Tensor, residual: Tensor) -> Tensor:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         x = x if x.stride(-1) == 1 else x.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.offset = eps, offset
-        return rms_norm(x.detach(), norm_weight(weight, offset), eps)
+        return rms_norm(x, norm_weight(weight, offset), eps)
 
     @staticmethod
     @first_order
@@ -54,8 +53,11 @@ class _Norm(torch.autograd.Function):
 
 
 def norm_weight(weight: Tensor, offset: float) -> Tensor:
-    """The weight of a norm as operators take it: float32, offset included."""
-    own = weight.detach().float()
+    """The weight of a norm as operators take it, offset included: float32, on a GPU as it lies where it can."""
+    own = weight.detach()
+    if not offset and own.is_cuda and own.is_contiguous():
+        return own  # the kernels widen it exactly
+    own = own.float()
     return (own + offset if offset else own).contiguous()
 
 

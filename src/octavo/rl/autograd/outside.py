@@ -17,31 +17,20 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that operators comput
 _OF_CPU = DTYPES[:2]
 
 
-def outside_autocast(function: Any) -> Any:
-    """A forward or backward of an autograd function that no autocast around it changes."""
-
-    @functools.wraps(function)
-    def call(*arguments: Any) -> Any:
-        device = next((each.device.type for each in arguments if isinstance(each, torch.Tensor)), "cpu")
-        with torch.autocast(device, enabled=False):
-            return function(*arguments)
-
-    return call
-
-
 def first_order(function: Any) -> Any:
     """A backward that autocast does not change, and whose results refuse a backward of their own.
 
     torch's `once_differentiable` refuses it only where the gradient that comes in requires one itself: that of a loss
     is a constant, and the second derivative by what a forward saved would be dropped in silence.
     """
-    by_itself, once = outside_autocast(function), cast(Any, _Once).apply
+    once = cast(Any, _Once).apply
     operator = re.sub(r"(?<=.)([A-Z])", r"_\1", function.__qualname__.split(".")[-2].lstrip("_")).lower()
 
     @functools.wraps(function)
     def call(ctx: Any, *grads: Any) -> Any:
-        with torch.no_grad():
-            found = by_itself(ctx, *grads)
+        device = next((each.device.type for each in grads if each is not None), "cpu")
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            found = function(ctx, *grads)
         if not torch.is_grad_enabled():  # without create_graph
             return found
         if isinstance(found, Tensor):
@@ -75,15 +64,17 @@ def num_processors(device: torch.device) -> int:
 
 
 def apply(function: Any, *arguments: Any) -> Any:
-    """`function.apply`, of an operator's torch.autograd.Function.
+    """`function.apply`, of an operator's torch.autograd.Function, which no autocast around it changes.
 
-    Raises ValueError where the first tensor, whose type its result has, or a type that is asked for in its place, is
-    none that operators take.
+    Raises ValueError where the first argument, a tensor whose type its result has, is of none that operators take.
     """
-    rows = next(each for each in arguments if isinstance(each, Tensor))
-    for dtype in (rows.dtype, *(each for each in arguments if isinstance(each, torch.dtype))):
-        check_dtype(f"octavo.rl's {function.backward.operator}", dtype, rows.device)
-    return function.apply(*arguments)
+    rows = arguments[0]
+    if rows.dtype not in (_OF_CPU if rows.is_cpu else DTYPES):
+        check_dtype(f"octavo.rl's {function.backward.operator}", rows.dtype, rows.device)
+    if not torch.is_autocast_enabled(rows.device.type):  # to switch off what is off takes as long as a small operator
+        return function.apply(*arguments)
+    with torch.autocast(rows.device.type, enabled=False):
+        return function.apply(*arguments)
 
 
 def check_dtype(what: str, dtype: torch.dtype, device: torch.device) -> None:

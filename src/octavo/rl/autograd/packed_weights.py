@@ -67,7 +67,8 @@ def _kept(weight: Tensor, key: Hashable, values: Tensor, dtype: torch.dtype, pac
 
 def rounded(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A weight as an engine of `dtype` keeps it: in the type of its activations, or narrower, which widens exactly."""
-    return weight if weight.element_size() < dtype.itemsize else weight.to(dtype)
+    own = weight.dtype
+    return weight if own == dtype or own.itemsize < dtype.itemsize else weight.to(dtype)
 
 
 def _digest(values: Tensor) -> bytes:

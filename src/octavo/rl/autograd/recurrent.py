@@ -20,7 +20,7 @@ from octavo.cache.specs import StateSpec
 from octavo.ops import activation
 from octavo.ops.norm import groups
 from octavo.ops.scan import CHUNK, L2_EPS, ConvOperands, DeltaOperands, Mamba2Operands
-from octavo.rl.autograd.outside import apply, first_order, outside_autocast
+from octavo.rl.autograd.outside import apply, first_order
 from octavo.rl.pack import BLOCK_SIZE, Pack
 from octavo.states.base import LayerStates, StateBackend, StateInputs, StateStep, layer_states
 from octavo.states.choice import state_backend
@@ -116,7 +116,7 @@ def _of_pack(pack: Pack, spec: StateSpec, dtype: torch.dtype) -> tuple[StateBack
     """
     kept = make_groups((spec,), BLOCK_SIZE, dtype.itemsize)
     pool = KVCachePool(kept, num_blocks=1, dtype=dtype, device=pack.device, layout=layout_by_name("BLHNC"))
-    longest, rows = max(pack.lengths), len(pack.lengths)
+    longest, rows = pack.longest, len(pack.lengths)
     columns = [max(group.num_blocks(longest + spec.chunk), 1) for group in kept]
     tables = [torch.zeros(rows, count, dtype=torch.int32, device=pack.device) for count in columns]
     step, backend, inputs = StateStep(), state_backend(pack.device), pack.inputs
@@ -136,7 +136,6 @@ def _of_pack(pack: Pack, spec: StateSpec, dtype: torch.dtype) -> tuple[StateBack
 
 class _ShortConv(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, pack: Pack, spec: StateSpec, silu: bool
     ) -> Tensor:
@@ -161,7 +160,6 @@ class _ShortConv(torch.autograd.Function):
 
 class _GatedDelta(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(
         ctx: Any,
         qkv: Tensor,
@@ -187,7 +185,6 @@ class _GatedDelta(torch.autograd.Function):
 
 class _Mamba2(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(
         ctx: Any,
         xbc: Tensor,
@@ -214,7 +211,6 @@ class _Mamba2(torch.autograd.Function):
 
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, gate: Tensor, eps: float, num_groups: int, gates_first: bool
     ) -> Tensor:
@@ -245,7 +241,6 @@ def _by_recomputing(compute: Callable[..., Tensor], ctx: Any, grad: Tensor) -> l
 
 class _SigmoidGated(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
         ctx.save_for_backward(x, gate)
         return activation.gated_by(x.detach(), gate.detach(), "sigmoid")
@@ -260,7 +255,6 @@ class _SigmoidGated(torch.autograd.Function):
 
 class _Sigmoid(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(ctx: Any, x: Tensor) -> Tensor:
         result = activation.sigmoid(x.detach())
         ctx.save_for_backward(result)
@@ -329,7 +323,7 @@ class _Spread:
         self._count, device = len(pack.lengths), pack.positions.device
         counts = torch.tensor(pack.lengths, device=device)
         self._at = torch.arange(self._count, device=device).repeat_interleave(counts), pack.positions
-        self._length = -(-max(pack.lengths) // CHUNK) * CHUNK
+        self._length = -(-pack.longest // CHUNK) * CHUNK
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.new_zeros(self._count, self._length, *x.shape[1:]).index_put(self._at, x)

@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.cache.specs import AttentionSpec
 from octavo.ops.rope import qk_norm_rope_store
 from octavo.rl.autograd.norm import norm_backward, norm_weight
-from octavo.rl.autograd.outside import apply, first_order, num_processors, outside_autocast
+from octavo.rl.autograd.outside import apply, first_order, num_processors
 from octavo.rl.pack import Pack, cache_view
 
 
@@ -32,15 +32,14 @@ def qk_norm_rope(
     qkv: [tokens, (heads + 2 * kv_heads) * head_size]; cos_sin: `octavo.ops.rope.rope_table`, long enough for the pack;
     q_norm, k_norm: [head_size], norms of each head with `eps` and `offset`, or None. What `attention` takes.
     """
-    if len(cos_sin) < max(pack.lengths):
-        raise ValueError(f"a sequence of {max(pack.lengths)} tokens is longer than the {len(cos_sin)} rotary positions")
+    if len(cos_sin) < pack.longest:
+        raise ValueError(f"a sequence of {pack.longest} tokens is longer than the {len(cos_sin)} rotary positions")
     q, states = apply(_QkNormRope, qkv, q_norm, k_norm, cos_sin, pack, spec, eps, offset)
     return q, states
 
 
 class _QkNormRope(torch.autograd.Function):
     @staticmethod
-    @outside_autocast
     def forward(
         ctx: Any,
         qkv: Tensor,
@@ -58,7 +57,7 @@ class _QkNormRope(torch.autograd.Function):
         states = pack.new_states(spec.num_kv_heads, 2 * spec.head_size, qkv.dtype)
         first, second = (None if each is None else norm_weight(each, offset) for each in (q_norm, k_norm))
         q = qk_norm_rope_store(
-            qkv.detach(),
+            qkv,
             pack.positions,
             cos_sin,
             first,
