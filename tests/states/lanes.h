@@ -127,6 +127,7 @@ static u32 get(u32 at) { u32 x; memcpy(&x, memory + at, 4); return x; }
 static Two get2(u32 at) { Two x; if (at % 8) abort(); memcpy(&x, memory + at, 8); return x; }
 static Four get4(u32 at) { Four x; if (at % 16) abort(); memcpy(&x, memory + at, 16); return x; }
 static void put(u32 at, u32 x) { memcpy(memory + at, &x, 4); }
+static void put2(u32 at, const Two& y) { if (at % 8) abort(); memcpy(memory + at, &y, 8); }
 static void put4(u32 at, const Four& y) { if (at % 16) abort(); memcpy(memory + at, &y, 16); }
 static Four read(u64 at) { Four y; if (at % 16) abort(); memcpy(&y, (void*)at, 16); return y; }
 static u32 read1(u64 at) { u32 x; if (at % 4) abort(); memcpy(&x, (void*)at, 4); return x; }

@@ -52,6 +52,9 @@ __device__ inline Four get4(u32 at) {
     return y;
 }
 __device__ inline void put(u32 at, u32 x) { asm volatile("st.shared.b32 [%0], %1;" :: "r"(at), "r"(x) : "memory"); }
+__device__ inline void put2(u32 at, const Two& y) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" :: "r"(at), "r"(y.x[0]), "r"(y.x[1]) : "memory");
+}
 __device__ inline void put4(u32 at, const Four& y) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
                  :: "r"(at), "r"(y.x[0]), "r"(y.x[1]), "r"(y.x[2]), "r"(y.x[3]) : "memory");

@@ -16,6 +16,9 @@
 #define HELPERS (GROUPS == 1 ? 128 : 0)  // lanes that ask, weigh and write for a group alone
 #define THREADS (128 * GROUPS + HELPERS)
 #define CHANNELS (64 * GROUPS)
+#ifndef STAGED
+#define STAGED 1
+#endif
 #define PARTS (SIZE / CHANNELS)  // blocks of a head
 
 struct Told {
@@ -49,6 +52,9 @@ struct Told {
 #define CHUNK_BYTES ((OWN_RATES + CHUNK * 4 + 1023) / 1024 * 1024)
 #define WEIGHTED (2 * CHUNK_BYTES)
 #define RESULTS (WEIGHTED + 2 * TILE)  // of the chunk before
+#define STAGE (RESULTS + CHUNK * PITCH)  // of a state, on its way: quarters of 32 keys, of a group's channels
+#define STAGE_PITCH 272
+#define QUARTER (32 * STAGE_PITCH)
 
 // Of a tile, where 16 bytes of a line lie.
 __device__ inline u32 in_tile(u32 line, u32 part) { return line * 128 + (part ^ line % 8) * 16; }
@@ -155,12 +161,14 @@ __device__ inline void keep(const Told& told, const Walk& walk, int from) {
     }
 }
 
+// Of two words the low halves, or the high ones.
+__device__ inline u32 lows(u32 first, u32 second) { return bytes_of(first, second, 0x5410); }
+__device__ inline u32 highs(u32 first, u32 second) { return bytes_of(first, second, 0x7632); }
+
 // 8 tokens' 16 channels, as products give them, transposed: of a token, which is lane / 4, four channels to write.
-__device__ inline Two written(u32 low, u32 high, u32 lane) {
-    low = transposed(low), high = transposed(high);
-    bool is_odd = lane % 2;
-    u32 other = from_lane(is_odd ? low : high, lane ^ 1);
-    return is_odd ? Two{{other, high}} : Two{{low, other}};
+__device__ inline Two written(u32 even, u32 odd) {
+    even = transposed(even), odd = transposed(odd);
+    return Two{{lows(even, odd), highs(even, odd)}};
 }
 
 // Weigh a chunk's keys by what is left of them at its end.
@@ -205,7 +213,23 @@ __device__ inline i64 state_at(const Told& told, const Walk& walk, int border) {
 // Of eight keys, what the lane has of a state. goal: of its first key and channel.
 __device__ inline void write_keys(float* goal, int eight, const float (&state)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) goal[(eight * 8 + i % 2) * SIZE + i / 2 * 8] = state[i];
+    for (int i = 0; i < 2; ++i)
+        write2((u64)(goal + (eight * 8 + i) * SIZE), Two{{bits_of(state[i]), bits_of(state[2 + i])}});
+}
+
+// The same on its way. to: of its first key and channel in a quarter.
+__device__ inline void stage_keys(u32 to, int eight, const float (&state)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        put2(to + (eight * 8 + i) * STAGE_PITCH, Two{{bits_of(state[i]), bits_of(state[2 + i])}});
+}
+
+// Write a quarter that all of a group have staged. goal: of its first key and the group's first channel.
+__device__ inline void write_quarter(float* goal, u32 from) {
+    u32 line = thread() % 128 / 16, part = thread() % 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        write((u64)(goal + (line + 8 * i) * SIZE + part * 4), get4(from + (line + 8 * i) * STAGE_PITCH + part * 16));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __grid_constant__ Told told) {
@@ -230,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     walk.inputs = told.input_table + told.rows[row] * told.input_columns;
     int kept_from = max(walk.computed, (walk.end - 1) / CHUNK * CHUNK - CHUNK), held;
     bool is_group = !HELPERS || warp < 4, is_helper = !HELPERS || warp >= 4;
-    u32 first = walk.channel % SIZE + warp * 16, lane_first = lane % 4 * 2 * SIZE + first + lane / 4;
+    u32 first = walk.channel % SIZE + warp * 16, lane_first = lane % 4 * 2 * SIZE + first + lane / 4 * 2;
     float state[16][4] = {};
     i64 source = walk.begin > 0 ? state_at(told, walk, walk.begin) : -1;
     if (is_group && source >= 0)
@@ -238,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
         for (int j = 0; j < 16; ++j)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                state[j][i] = told.state[source + lane_first + (j * 8 + i % 2) * SIZE + i / 2 * 8];
+                state[j][i] = told.state[source + lane_first + (j * 8 + i % 2) * SIZE + i / 2];
     wait_for_before();
     if (is_helper && walk.begin < walk.computed) ask_open(told, walk, base);
     else if (is_helper) ask(told, walk, walk.begin, base);
@@ -249,6 +273,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
         weigh(own, base + WEIGHTED, number(get(own + OWN_SUMS + (min(walk.end - begin, CHUNK) - 1) * 4)));
         seen_by_groups();
     };
+    u32 group = GROUPS == 1 ? 0 : warp / 4, stage = base + STAGE + group * 2 * QUARTER;
+    u32 lane_stage = stage + lane % 4 * 2 * STAGE_PITCH + warp % 4 * 64 + lane / 4 * 8;
+    i64 on_way = -1;  // the state that helpers have written half of
+    auto write_quarters = [&](i64 goal, int from) {
+        float* kept = told.state + goal + walk.channel % SIZE;
+        for (int quarter = from; quarter < from + 2; ++quarter) write_quarter(kept + quarter * 32 * SIZE, stage + quarter * QUARTER);
+    };
     int begin = walk.begin;
     for (int turn = 0; begin < walk.end; begin += CHUNK, turn ^= 1) {
         u32 own = base + turn * CHUNK_BYTES, next = base + (turn ^ 1) * CHUNK_BYTES;
@@ -257,8 +288,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
         seen_by_groups();
         together();  // the chunk is there, and nobody is behind
         if (!is_group) {
+            if (STAGED && on_way >= 0) write_quarters(on_way, 2);
+            on_way = begin > walk.begin ? state_at(told, walk, begin) : -1;
+            if (STAGED && on_way >= 0) tell_some(1, THREADS);
             help(begin, own, next);
             together();
+            if (STAGED && on_way >= 0) write_quarters(on_way, 0);
             continue;
         }
         Four rounded[8], update[4];
@@ -279,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             group_multiply(of_query, rounded[step], own + QUERIES + step / 4 * TILE + step % 4 * 32);
         group_commit();
         i64 goal = begin > walk.begin ? state_at(told, walk, begin) : -1;
-        float* kept = told.state + goal + lane_first;
+        float *kept = told.state + goal + lane_first, *group_kept = told.state + goal + walk.channel % SIZE + group * 64;
         if (is_helper) help(begin, own, next);
         float decay = exponential(number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4)));
         group_arrived<1>(of_key);
@@ -293,19 +328,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
                 for (int half = 0; half < 2; ++half)
                     multiply(of_m[half], update[other], Two{{m.x[2 * half], m.x[2 * half + 1]}});
             }
-            Four values = square_turned(own + OWN_VALUES + (block * 16 + lane / 16 * 8 + lane % 8) * PITCH +
-                                        warp * 32 + lane / 8 % 2 * 16);
+            Two values[2];  // of 8 tokens: of two of them a word, of both channels
             Four even, odd;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 u32 at = (block * 16 + half * 8 + lane % 4 * 2) * 4;
                 Two sums = get2(own + OWN_SUMS + at), rates = get2(own + OWN_RATES + at);
 #pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    values[half].x[i] = get(own + OWN_VALUES + (at / 4 + i) * PITCH + warp * 32 + lane / 4 * 4);
+#pragma unroll
                 for (int i = 0; i < 2; ++i) begun[2 * block + half][i] = exponential(number(sums.x[i]));
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    u32 word = values.x[2 * half + i / 2];
-                    float right = less(widened(i % 2 ? word >> 16 : word & 0xffff), times(begun[2 * block + half][i % 2], of_key[2 * block + half][i]));
+                    u32 word = values[half].x[i % 2];
+                    float right = less(widened(i / 2 ? word >> 16 : word & 0xffff), times(begun[2 * block + half][i % 2], of_key[2 * block + half][i]));
                     float rest = less(times(number(rates.x[i % 2]), right), of_m[half][i]);
                     (i % 2 ? odd : even).x[half * 2 + i / 2] = bits_of(rest);
                 }
@@ -320,15 +357,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) update[block].x[i] = pack(found[i / 2][i % 2 * 2], found[i / 2][i % 2 * 2 + 1]);
-            if (begin + block * 16 + 16 <= walk.computed) update[block] = values;  // which is there
+            if (begin + block * 16 + 16 <= walk.computed)  // it is there, as values
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    update[block].x[2 * half] = lows(values[half].x[0], values[half].x[1]);
+                    update[block].x[2 * half + 1] = highs(values[half].x[0], values[half].x[1]);
+                }
             if (block == 1) group_arrived<0>(of_query);
 #pragma unroll
             for (int j = block > 1 ? 2 * block : 0; j < (block > 0 ? 2 * block + 2 : 0); ++j)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) of_query[j][i] = times(begun[j][i % 2], of_query[j][i]);
-            if (goal >= 0)  // of the chunk before: a few at a time, so that nothing waits behind them
+            if (goal >= 0) {  // of the chunk before: a few at a time, so that nothing waits behind them
+                if (STAGED && HELPERS && block == 2) some_together(1, THREADS);  // the place is free
+                if (STAGED && !HELPERS) some_together(1 + group, 128);
+                if (STAGED && !HELPERS && block > 0)
+                    write_quarter(group_kept + (block - 1) * 32 * SIZE, stage + (block - 1) % 2 * QUARTER);
 #pragma unroll
-                for (int j = 4 * block; j < 4 * block + 4; ++j) write_keys(kept, j, state[j]);
+                for (int j = 4 * block; j < 4 * block + 4; ++j)
+                    if (STAGED) stage_keys(lane_stage + (HELPERS ? block : block % 2) * QUARTER, j % 4, state[j]);
+                    else write_keys(kept, j, state[j]);
+            }
 #pragma unroll
             for (int j = 4 * block; j < 4 * block + 4; ++j)
 #pragma unroll
@@ -343,26 +392,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
 #pragma unroll
         for (int step = 0; step < 4; ++step) group_multiply_turned(state, update[step], base + WEIGHTED + step * 2048, TILE);
         group_commit();
+        if (STAGED && !HELPERS && goal >= 0) write_quarter(group_kept + 3 * 32 * SIZE, stage + QUARTER);
         group_arrived<1>(of_query);
 #pragma unroll
-        for (int j = 0; j < 8; j += 2) {
-            u32 at = base + RESULTS + (j * 8 + lane / 16 * 8 + lane % 8) * PITCH + warp * 32 + lane / 8 % 2 * 16;
-            put_square_turned(at, Four{{pack(of_query[j][0], of_query[j][1]), pack(of_query[j][2], of_query[j][3]),
-                                        pack(of_query[j + 1][0], of_query[j + 1][1]), pack(of_query[j + 1][2], of_query[j + 1][3])}});
-        }
+        for (int j = 0; j < 8; ++j)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                put(base + RESULTS + (j * 8 + lane % 4 * 2 + i) * PITCH + warp * 32 + lane / 4 * 4, pack(of_query[j][i], of_query[j][2 + i]));
         if (begin + CHUNK > kept_from)
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 int line = j * 8 + lane / 4, at = begin + min(line, left - 1);
-                Two own_update = written(update[j / 2].x[j % 2 * 2], update[j / 2].x[j % 2 * 2 + 1], lane);
+                Two own_update = written(update[j / 2].x[j % 2 * 2], update[j / 2].x[j % 2 * 2 + 1]);
                 u64 where = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, updates, held);
-                u64 mine = where + walk.head * SIZE + first + lane % 2 * 8 + lane % 4 / 2 * 4;
+                u64 mine = where + walk.head * SIZE + first + lane % 4 * 4;
                 if (held > 0 && line < left && at >= kept_from) write2((u64)(told.update_kept + mine), own_update);
             }
         group_arrived<0>(state);
     }
     together();
     if (is_helper) write_results(told, walk, begin - CHUNK, base + RESULTS);
+    if (STAGED && on_way >= 0) write_quarters(on_way, 2);
     i64 goal = walk.end % CHUNK || !is_group ? -1 : state_at(told, walk, walk.end);
     float* kept = told.state + goal + lane_first;
     if (goal >= 0)

@@ -60,7 +60,7 @@ def shared_bytes(groups: int) -> int:
     """Of a block: two chunks' operands, and weighted keys and results of one."""
     pitch = 128 * groups + 16
     chunk = 5 * 64 * 128 + 64 * (pitch + 144 + 96) + 512
-    return 2 * (-(-chunk // 1024) * 1024) + 2 * 64 * 128 + 64 * pitch
+    return 2 * (-(-chunk // 1024) * 1024) + 2 * 64 * 128 + 64 * pitch + 4 * 32 * 272
 
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
