@@ -58,6 +58,7 @@ static void some_together(u32 barrier, u32 count) { meet(2 + barrier, count); }
 static u32 heard[16];
 static void tell_some(u32 barrier, u32) { ++heard[barrier]; }
 static void warp_together() { meet(1); }
+static void seen_by_all() {}
 static void let_next_begin() {}
 static void wait_for_before() {}
 static void begin_lane() {
@@ -130,6 +131,9 @@ static void put(u32 at, u32 x) { memcpy(memory + at, &x, 4); }
 static void put2(u32 at, const Two& y) { if (at % 8) abort(); memcpy(memory + at, &y, 8); }
 static void put4(u32 at, const Four& y) { if (at % 16) abort(); memcpy(memory + at, &y, 16); }
 static Four read(u64 at) { Four y; if (at % 16) abort(); memcpy(&y, (void*)at, 16); return y; }
+static u32 read_told(u64 at) { u32 x; if (at % 4) abort(); memcpy(&x, (void*)at, 4); return x; }
+static void tell_all(u64 at, u32 x) { if (at % 4) abort(); memcpy((void*)at, &x, 4); }
+static void write_last(u64 at, const Four& y) { if (at % 16) abort(); memcpy((void*)at, &y, 16); }
 static u32 read1(u64 at) { u32 x; if (at % 4) abort(); memcpy(&x, (void*)at, 4); return x; }
 static void write2(u64 at, const Two& y) { if (at % 8) abort(); memcpy((void*)at, &y, 8); }
 static void write(u64 at, const Four& y) { if (at % 16) abort(); memcpy((void*)at, &y, 16); }

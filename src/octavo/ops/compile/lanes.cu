@@ -32,6 +32,7 @@ __device__ inline void tell_some(u32 barrier, u32 count) {  // those who wait th
     asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(count) : "memory");
 }
 __device__ inline void warp_together() { __syncwarp(); }
+__device__ inline void seen_by_all() { __threadfence(); }
 __device__ inline void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ inline void wait_for_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -64,6 +65,18 @@ __device__ inline Four read(u64 at) {
     asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(y.x[0]), "=r"(y.x[1]), "=r"(y.x[2]), "=r"(y.x[3]) : "l"(at) : "memory");
     return y;
+}
+__device__ inline u32 read_told(u64 at) {  // and what was written ahead of it, of another block
+    u32 x;
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+    return x;
+}
+__device__ inline void tell_all(u64 at, u32 x) {  // and what the block has written before it met
+    asm volatile("st.release.gpu.global.b32 [%0], %1;" :: "l"(at), "r"(x) : "memory");
+}
+__device__ inline void write_last(u64 at, const Four& y) {  // which nobody reads soon
+    asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(at), "r"(y.x[0]), "r"(y.x[1]), "r"(y.x[2]), "r"(y.x[3]) : "memory");
 }
 __device__ inline u32 read1(u64 at) {
     u32 x;

@@ -13,6 +13,12 @@
 // Invariant: the operations on a channel are those of `delta_walk` and `delta_scan`, in the same order; where those
 // multiply by zeros, they may be left out.
 
+#ifndef BESIDE
+#define BESIDE 0
+#endif
+#ifndef STREAM
+#define STREAM 0
+#endif
 #define HELPERS (GROUPS == 1 ? 128 : 0)  // lanes that ask, weigh and write for a group alone
 #define THREADS (128 * GROUPS + HELPERS)
 #define CHANNELS (64 * GROUPS)
@@ -34,6 +40,7 @@ struct Told {
     const float *total_kept, *rate_kept;
     i64 value_row;
     int state_columns, input_columns, state_first, input_first, num_rows;
+    u32* made;  // of `delta_prepare`
 };
 
 // In shared memory: two chunks' operands, then weighted keys of one. Keys and queries are two tiles of 64 channels, f is
@@ -63,7 +70,16 @@ __device__ inline u32 in_tile(u32 line, u32 part) { return line * 128 + (part ^ 
 struct Walk {
     int token, end, computed, begin, first_block, head, key_head, channel;  // first_block: of position 0
     const int *states, *inputs;
+    int first_item, odd, both;  // of `delta_prepare`: of the row's pair, of which `both` chunks are made in turn
 };
+
+// Wait until a chunk is made ready.
+__device__ inline void wait_for(const Told& told, const Walk& walk, int begin) {
+    if (!BESIDE) return;
+    int chunk = (begin - walk.begin) / CHUNK;
+    int item = walk.first_item + (chunk < walk.both ? 2 * chunk + walk.odd : walk.both + chunk);
+    while (!read_told((u64)(told.made + item * KEY_HEADS + walk.key_head)));
+}
 
 // Ask for a chunk's operands. Of tokens that are not there zeros come. A thread has one part of 16 bytes of every LINES-th
 // line, so that its addresses differ by constants.
@@ -229,7 +245,8 @@ __device__ inline void write_quarter(float* goal, u32 from) {
     u32 line = thread() % 128 / 16, part = thread() % 16;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-        write((u64)(goal + (line + 8 * i) * SIZE + part * 4), get4(from + (line + 8 * i) * STAGE_PITCH + part * 16));
+        if (STREAM) write_last((u64)(goal + (line + 8 * i) * SIZE + part * 4), get4(from + (line + 8 * i) * STAGE_PITCH + part * 16));
+        else write((u64)(goal + (line + 8 * i) * SIZE + part * 4), get4(from + (line + 8 * i) * STAGE_PITCH + part * 16));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __grid_constant__ Told told) {
@@ -245,6 +262,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     if (!is_row || walk.computed >= walk.end || walk.computed < 0) {  // nothing, or padding
         wait_for_before();  // or the kernel behind would begin before what is ahead has ended
         return;
+    }
+    if (BESIDE) {
+        int ahead = *told.num_ahead, before = told.query_start[ahead];
+        auto first_slot = [&](int row) { return (told.query_start[row] - before) / CHUNK + 2 * (row - ahead); };
+        int even = row - (row - ahead) % 2;
+        walk.first_item = first_slot(even), walk.odd = row - even, walk.both = 0;
+        if (even + 1 < told.num_rows)
+            walk.both = min(first_slot(even + 1) - walk.first_item, first_slot(even + 2) - first_slot(even + 1));
     }
     walk.channel = block() % (HEADS * PARTS) * CHANNELS;
     walk.head = walk.channel / SIZE, walk.key_head = walk.head / (HEADS / KEY_HEADS);
@@ -263,11 +288,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 state[j][i] = told.state[source + lane_first + (j * 8 + i % 2) * SIZE + i / 2];
-    wait_for_before();
+    if (BESIDE && is_helper) wait_for(told, walk, walk.begin);
+    else if (!BESIDE) wait_for_before();
     if (is_helper && walk.begin < walk.computed) ask_open(told, walk, base);
     else if (is_helper) ask(told, walk, walk.begin, base);
-    keep(told, walk, kept_from);
+    if (!BESIDE) keep(told, walk, kept_from);
     auto help = [&](int begin, u32 own, u32 next) {
+        if (walk.end - begin > CHUNK) wait_for(told, walk, begin + CHUNK);
         if (walk.end - begin > CHUNK) ask(told, walk, begin + CHUNK, next);
         if (begin > walk.begin) write_results(told, walk, begin - CHUNK, base + RESULTS);
         weigh(own, base + WEIGHTED, number(get(own + OWN_SUMS + (min(walk.end - begin, CHUNK) - 1) * 4)));
@@ -418,4 +445,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     if (goal >= 0)
 #pragma unroll
         for (int j = 0; j < 16; ++j) write_keys(kept, j, state[j]);
+    if (BESIDE) wait_for_before();
+    if (BESIDE) keep(told, walk, kept_from);
 }

@@ -35,6 +35,7 @@ class Told(ctypes.Structure):
             (name, ctypes.c_int)
             for name in ("state_columns", "input_columns", "state_first", "input_first", "num_rows")
         ),
+        ("made", ctypes.c_void_p),
     ]
 
 
@@ -63,15 +64,33 @@ def shared_bytes(groups: int) -> int:
     return 2 * (-(-chunk // 1024) * 1024) + 2 * 64 * 128 + 64 * pitch + 4 * 32 * 272
 
 
+FEWEST_CHUNKS = 64  # of a step, whose chunks are made ready beside the walk
+
+
+def processors_beside(num_chunks: int, num_heads: int, device: torch.device) -> int:
+    """Those that make chunks ready while the others walk; 0: one comes behind the other. num_heads: of all rows."""
+    count = loading.processors(device)
+    return count - min(walkers(num_heads, count // 2), count // 2) if num_chunks >= FEWEST_CHUNKS else 0
+
+
+def walkers(num_heads: int, processors: int) -> int:
+    """Blocks that walk."""
+    return num_heads * 2 // (_compared.get() or groups_of(num_heads, processors))
+
+
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
-    """Whether the kernel is there, for both numbers of groups: see `loading`."""
-    found = [loading.is_found("delta_prompts", shared_bytes(n), {**own, "GROUPS": n}, device) for n in GROUPS]
-    return all(found)
+    """Whether the kernel is there, in all its forms: see `loading`."""
+    forms = [{**own, "GROUPS": n, "BESIDE": beside} for n in GROUPS for beside in (0, 1)]
+    return all([loading.is_found("delta_prompts", shared_bytes(int(form["GROUPS"])), form, device) for form in forms])
 
 
 def launch(told: Told, num_rows: int, own: dict[str, int | str], device: torch.device) -> None:
     """Run it. Ask `is_loaded` first."""
     num_heads = num_rows * int(own["HEADS"])
-    groups = _compared.get() or groups_of(num_heads, loading.processors(device))
-    blocks, shared = num_heads * 2 // groups, shared_bytes(groups)
-    loading.run("delta_prompts", told, blocks, THREADS, shared, {**own, "GROUPS": groups}, device)
+    count = loading.processors(device)
+    if told.made:
+        count //= 2
+    blocks = walkers(num_heads, count)
+    groups, beside = num_heads * 2 // blocks, int(bool(told.made))
+    macros = {**own, "GROUPS": groups, "BESIDE": beside}
+    loading.run("delta_prompts", told, blocks, THREADS, shared_bytes(groups), macros, device)
