@@ -159,22 +159,42 @@ __device__ inline void ask_open(const Told& told, const Walk& walk, u32 to) {
     commit();
 }
 
+// Copy lines of PARTS parts of 16 bytes, of tokens from `from` on: four at a time, so that one does not wait for another.
+template <int PARTS_OF_LINE, class Source, class Goal>
+__device__ inline void keep_lines(const Walk& walk, int from, Source source, Goal goal) {
+    int count = (walk.end - from) * PARTS_OF_LINE;
+#pragma unroll 1
+    for (int first = thread(); first < count; first += 4 * THREADS) {
+        Four given[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int line = min(first + i * THREADS, count - 1);
+            given[i] = read(source(walk.token + from + line / PARTS_OF_LINE - walk.computed) + line % PARTS_OF_LINE * 16);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int line = first + i * THREADS;
+            u64 to = line < count ? goal(from + line / PARTS_OF_LINE) : 0;
+            if (to) write(to + line % PARTS_OF_LINE * 16, given[i]);
+        }
+    }
+}
+
 // Keep the inputs of tokens from `from` on.
 __device__ inline void keep(const Told& told, const Walk& walk, int from) {
     constexpr Form keys{KEY_FORM}, values{VALUE_FORM};
-    for (int i = thread(); i < (walk.end - from) * 16; i += THREADS) {
-        int at = from + i / 16, channel = i % 16 * 8, held;
-        i64 token = walk.token + at - walk.computed;
-        u64 goal = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, values, held);
-        if (held > 0 && channel < CHANNELS)
-            write((u64)(told.value_kept + goal + walk.channel + channel),
-                  read((u64)(told.value + token * told.value_row + walk.channel + channel)));
-        if (walk.channel % (HEADS / KEY_HEADS * SIZE)) continue;  // another's
-        goal = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, keys, held);
-        if (held > 0)
-            write((u64)(told.key_kept + goal + walk.key_head * SIZE + channel),
-                  read((u64)(told.key + (token * KEY_HEADS + walk.key_head) * SIZE + channel)));
-    }
+    auto where = [&](const u16* kept, int at, const Form& form, int channel) {
+        int held;
+        u64 goal = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, form, held) + channel;
+        return held > 0 ? (u64)(kept + goal) : 0;
+    };
+    keep_lines<CHANNELS / 8>(
+        walk, from, [&](i64 token) { return (u64)(told.value + token * told.value_row + walk.channel); },
+        [&](int at) { return where(told.value_kept, at, values, walk.channel); });
+    if (walk.channel % (HEADS / KEY_HEADS * SIZE)) return;  // keys are another's
+    keep_lines<SIZE / 8>(
+        walk, from, [&](i64 token) { return (u64)(told.key + (token * KEY_HEADS + walk.key_head) * SIZE); },
+        [&](int at) { return where(told.key_kept, at, keys, walk.key_head * SIZE); });
 }
 
 // Of two words the low halves, or the high ones.
