@@ -40,10 +40,8 @@ struct Told {
     int num_chunks;
 };
 
-__device__ inline u32 own_thread() { return BESIDE ? thread() % THREADS : thread(); }
-__device__ inline u32 crew() { return thread() / THREADS; }
-__device__ inline void crew_together() {
-    if (BESIDE) some_together(1 + crew(), THREADS);
+__device__ inline void crew_together(u32 crew) {
+    if (BESIDE) some_together(1 + crew, THREADS);
     else together();
 }
 
@@ -142,9 +140,8 @@ __device__ inline void norm(const Told& told, const Part& part, Given& given, u3
 }
 
 // What each token adds to a head's sum, or for one before the step its sum; and rates. A thread has one token.
-__device__ inline void gate(const Told& told, const Part& part, u32 base, bool keeps) {
+__device__ inline void gate(const Told& told, const Part& part, u32 base, u32 mine, bool keeps) {
     constexpr Form totals{TOTAL_FORM}, rates{RATE_FORM};
-    u32 mine = own_thread();
     if (mine >= PER * CHUNK) return;
     int own = mine / CHUNK, at = part.begin + mine % CHUNK, head = part.key_head * PER + own, held;
     float step = 0.0f, rate = 0.0f;
@@ -186,8 +183,7 @@ __device__ inline void sum_up(const Part& part, u32 sums) {
 }
 
 // Of 16 tokens, T of two heads at once: a column a lane; see `octavo.ops.scan.delta.scan_gpu.inverse_rows`.
-__device__ inline void invert(u32 triangle, float* goal) {
-    u32 column = thread() % 16;
+__device__ inline void invert(u32 triangle, float* goal, u32 column) {
     float rows[16];
 #pragma unroll
     for (u32 line = 0; line < 16; ++line) {
@@ -204,17 +200,17 @@ __device__ inline void invert(u32 triangle, float* goal) {
     }
 }
 
-__device__ inline void make(const Told& told, u32 base, int item) {
+__device__ inline void make(const Told& told, u32 base, int item, u32 mine, u32 crew) {
     constexpr Form totals{TOTAL_FORM};
-    u32 mine = own_thread(), warp = mine / 32, lane = mine % 32;
+    u32 warp = mine / 32, lane = mine % 32;
     Part part = part_of(told, item);
     if (part.begin >= part.end || part.computed < 0 || part.computed >= part.end) return;
     bool keeps = part.begin >= (part.end - 1) / CHUNK * CHUNK - CHUNK;  // chunks before are kept by no table
     Given given;
     ask(told, part, given, warp, lane);
-    gate(told, part, base, keeps);
+    gate(told, part, base, mine, keeps);
     norm(told, part, given, base, warp, lane);
-    crew_together();
+    crew_together(crew);
     if (mine < PER) sum_up(part, base + SUMS + mine * CHUNK * 4);
     warp_together();
     bool is_factor = warp >= 4;
@@ -232,7 +228,7 @@ __device__ inline void make(const Told& told, u32 base, int item) {
             multiply(alike[2 * other + 1], own, Two{{key.x[2], key.x[3]}});
         }
     }
-    crew_together();  // sums are there
+    crew_together(crew);  // sums are there
     if (mine < PER * CHUNK && part.is_new(part.begin + mine % CHUNK)) {
         int at = part.begin + mine % CHUNK, head = part.key_head * PER + mine / CHUNK, held;
         float sum = number(get(base + SUMS + mine * 4));
@@ -296,24 +292,24 @@ __device__ inline void make(const Told& told, u32 base, int item) {
     if (is_factor) return;
     i64 made = ((i64)(part.first_block + block) * HEADS + part.key_head * PER) * 256;
     for (int head = lane / 16; head < PER; head += 2)
-        invert(base + TRIANGLES + (head * 4 + block) * 1024, told.inverse + made + head * 256);
+        invert(base + TRIANGLES + (head * 4 + block) * 1024, told.inverse + made + head * 256, lane % 16);
 }
 
 #if BESIDE
 // Crews of a block make a chunk each, then tell of it those who walk.
 extern "C" __global__ void __launch_bounds__(THREADS * RESIDENT, 1) delta_prepare(const __grid_constant__ Told told) {
     extern __shared__ __align__(128) unsigned char memory[];
-    u32 base = (u32)__cvta_generic_to_shared(memory) + crew() * CREW_BYTES;
-    int count = told.num_chunks * KEY_HEADS, step = blocks() * RESIDENT, first = crew() * blocks() + block();
+    u32 crew = thread() / THREADS, mine = thread() % THREADS, base = (u32)__cvta_generic_to_shared(memory) + crew * CREW_BYTES;
+    int count = told.num_chunks * KEY_HEADS, step = blocks() * RESIDENT, first = crew * blocks() + block();
     wait_for_before();
-    for (int item = first + own_thread() * step; item < count; item += THREADS * step) told.made[item] = 0;
+    for (int item = first + mine * step; item < count; item += THREADS * step) told.made[item] = 0;
     seen_by_all();
     together();
     let_next_begin();
     for (int item = first; item < count; item += step) {
-        make(told, base, item);
-        crew_together();
-        if (own_thread() == 0) tell_all((u64)(told.made + item), 1);
+        make(told, base, item, mine, crew);
+        crew_together(crew);
+        if (mine == 0) tell_all((u64)(told.made + item), 1);
     }
 }
 #else
@@ -322,6 +318,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
     wait_for_before();
     let_next_begin();
     // The first ones last: they are walked first, and then lie in the L2.
-    make(told, (u32)__cvta_generic_to_shared(memory), blocks() - 1 - block());
+    make(told, (u32)__cvta_generic_to_shared(memory), blocks() - 1 - block(), thread(), 0);
 }
 #endif

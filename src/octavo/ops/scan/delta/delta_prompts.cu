@@ -331,8 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     for (int turn = 0; begin < walk.end; begin += CHUNK, turn ^= 1) {
         u32 own = base + turn * CHUNK_BYTES, next = base + (turn ^ 1) * CHUNK_BYTES;
         int left = walk.end - begin;
-        arrived<0>();
-        seen_by_groups();
+        if (is_helper) arrived<0>(), seen_by_groups();
         together();  // the chunk is there, and nobody is behind
         if (!is_group) {
             if (STAGED && on_way >= 0) write_quarters(on_way, 2);
