@@ -74,7 +74,7 @@ def emulated(blocks: int, *, groups: int = 2, beside: int = 0, compares: bool = 
         launches.append("delta_prompts")
         heads = num_rows * int(own["HEADS"])
         own, blocks = {**own, "GROUPS": groups, "BESIDE": int(bool(told.made))}, heads * 2 // groups
-        _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), blocks, delta_prompts.THREADS)
+        _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), blocks, 128 * groups + 128)
 
     def prepare(told: delta_prepare.Told, own: dict[str, int | str], _: torch.device, processors: int = 0) -> None:
         assert delta_prepare in loaded or not compares

@@ -19,12 +19,8 @@
 #ifndef STREAM
 #define STREAM 0
 #endif
-#define HELPERS (GROUPS == 1 ? 128 : 0)  // lanes that ask, weigh and write for a group alone
-#define THREADS (128 * GROUPS + HELPERS)
+#define THREADS (128 * GROUPS + 128)  // groups, and four warps that ask, weigh and write for them
 #define CHANNELS (64 * GROUPS)
-#ifndef STAGED
-#define STAGED 1
-#endif
 #define PARTS (SIZE / CHANNELS)  // blocks of a head
 
 struct Told {
@@ -51,15 +47,14 @@ struct Told {
 #define OWN_VALUES (5 * TILE)
 #define PITCH (2 * CHANNELS + 16)  // of values and results
 #define OWN_M (OWN_VALUES + CHUNK * PITCH)
-#define M_PITCH 144
+#define M_PITCH 112
 #define OWN_T (OWN_M + CHUNK * M_PITCH)
 #define T_PITCH 96
 #define OWN_SUMS (OWN_T + CHUNK * T_PITCH)
 #define OWN_RATES (OWN_SUMS + CHUNK * 4)
 #define CHUNK_BYTES ((OWN_RATES + CHUNK * 4 + 1023) / 1024 * 1024)
 #define WEIGHTED (2 * CHUNK_BYTES)
-#define RESULTS (WEIGHTED + 2 * TILE)  // of the chunk before
-#define STAGE (RESULTS + CHUNK * PITCH)  // of a state, on its way: quarters of 32 keys, of a group's channels
+#define STAGE (WEIGHTED + 2 * TILE)  // of a state, on its way: quarters of 32 keys, of a group's channels
 #define STAGE_PITCH 272
 #define QUARTER (32 * STAGE_PITCH)
 
@@ -83,9 +78,10 @@ __device__ inline void wait_for(const Told& told, const Walk& walk, int begin) {
 
 // Ask for a chunk's operands. Of tokens that are not there zeros come. A thread has one part of 16 bytes of every LINES-th
 // line, so that its addresses differ by constants.
-#define LINES (16 * GROUPS)
+#define LINES 16
+__device__ inline u32 helper() { return thread() % 128; }
 __device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to) {
-    int left = walk.end - begin, line = (thread() - HELPERS) / 8, part = thread() % 8;
+    int left = walk.end - begin, line = helper() / 8, part = thread() % 8;
     i64 token = walk.token + begin - walk.computed + line;
     i64 block = walk.first_block + (begin + line) / 16;
     u64 key = (u64)(told.key + (token * KEY_HEADS + walk.key_head) * SIZE + part * 8);
@@ -111,7 +107,7 @@ __device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to
             copy16(to + OWN_M + (line + step) * M_PITCH + part * 16, before + step * HEADS * CHUNK * 2, is_made ? 16 : 0);
         if (part < 4) copy16(to + OWN_T + (line + step) * T_PITCH + part * 16, inverse + step * HEADS * 16 * 4, is_made ? 16 : 0);
     }
-    u32 mine = thread() - HELPERS;
+    u32 mine = helper();
     if (mine < 2 * CHUNK) {
         int at = mine % CHUNK;
         const float* from = mine < CHUNK ? told.total : told.rate;
@@ -126,7 +122,7 @@ __device__ inline void ask_open(const Told& told, const Walk& walk, u32 to) {
     u32 part = thread() % 8;
     int held, known = walk.computed / 16 * 16;
 #pragma unroll 1
-    for (u32 line = (thread() - HELPERS) / 8; line < CHUNK; line += LINES) {
+    for (u32 line = helper() / 8; line < CHUNK; line += LINES) {
         int at = walk.begin + line, bytes = at < walk.end ? 16 : 0, sum_bytes = bytes / 4;
         bool is_old = at < walk.computed, is_made = at >= known && at / 16 * 16 < walk.end;
         i64 token = (i64)walk.token + at - walk.computed, own_line = ((i64)(walk.first_block + at / 16) * HEADS + walk.head) * 16 + at % 16;
@@ -162,18 +158,19 @@ __device__ inline void ask_open(const Told& told, const Walk& walk, u32 to) {
 // Copy lines of PARTS parts of 16 bytes, of tokens from `from` on: four at a time, so that one does not wait for another.
 template <int PARTS_OF_LINE, class Source, class Goal>
 __device__ inline void keep_lines(const Walk& walk, int from, Source source, Goal goal) {
+    constexpr int lanes = BESIDE ? 128 : THREADS;
     int count = (walk.end - from) * PARTS_OF_LINE;
 #pragma unroll 1
-    for (int first = thread(); first < count; first += 4 * THREADS) {
+    for (int first = BESIDE ? helper() : thread(); first < count; first += 4 * lanes) {
         Four given[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            int line = min(first + i * THREADS, count - 1);
+            int line = min(first + i * lanes, count - 1);
             given[i] = read(source(walk.token + from + line / PARTS_OF_LINE - walk.computed) + line % PARTS_OF_LINE * 16);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            int line = first + i * THREADS;
+            int line = first + i * lanes;
             u64 to = line < count ? goal(from + line / PARTS_OF_LINE) : 0;
             if (to) write(to + line % PARTS_OF_LINE * 16, given[i]);
         }
@@ -211,7 +208,7 @@ __device__ inline Two written(u32 even, u32 odd) {
 __device__ inline void weigh(u32 own, u32 to, float last) {
 #pragma unroll
     for (int step = 0; step < CHUNK; step += LINES) {
-        int line = (thread() - HELPERS) / 8 + step;
+        int line = helper() / 8 + step;
         float weight = exponential(less(last, number(get(own + OWN_SUMS + line * 4))));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -227,7 +224,7 @@ __device__ inline void weigh(u32 own, u32 to, float last) {
 
 // Write the results of the chunk at `begin`.
 __device__ inline void write_results(const Told& told, const Walk& walk, int begin, u32 from) {
-    int line = (thread() - HELPERS) / 8, part = thread() % 8;
+    int line = helper() / 8, part = thread() % 8;
     i64 token = walk.token + begin - walk.computed + line;
     u64 goal = (u64)(told.out + token * HEADS * SIZE + walk.channel + part * 8);
 #pragma unroll
@@ -269,6 +266,47 @@ __device__ inline void write_quarter(float* goal, u32 from) {
         else write((u64)(goal + (line + 8 * i) * SIZE + part * 4), get4(from + (line + 8 * i) * STAGE_PITCH + part * 16));
 }
 
+// Of a state that is on its way two quarters of each group.
+__device__ inline void write_half(const Told& told, const Walk& walk, i64 goal, int half, u32 base) {
+    float* kept = told.state + goal + walk.channel % SIZE;
+#pragma unroll
+    for (int i = 0; i < 2 * GROUPS; ++i)
+        write_quarter(kept + (2 * half + i % 2) * 32 * SIZE + i / 2 * 64, base + STAGE + (i / 2 * 4 + 2 * half + i % 2) * QUARTER);
+}
+
+// What the four warps do that help.
+__device__ inline void help(const Told& told, const Walk& walk, u32 base, int kept_from) {
+    if (BESIDE) wait_for(told, walk, walk.begin);
+    else wait_for_before();
+    if (walk.begin < walk.computed) ask_open(told, walk, base);
+    else ask(told, walk, walk.begin, base);
+    if (!BESIDE) keep(told, walk, kept_from);
+    i64 goal = -1;
+    int begin = walk.begin, turn = 0;
+    for (; begin < walk.end; begin += CHUNK, turn ^= 1) {
+        u32 own = base + turn * CHUNK_BYTES, next = base + (turn ^ 1) * CHUNK_BYTES;
+        bool is_last = walk.end - begin <= CHUNK;
+        arrived<0>();
+        seen_by_groups();
+        together();
+        if (begin > walk.begin) write_results(told, walk, begin - CHUNK, next + OWN_VALUES);  // where values go that are asked for
+        if (!is_last) wait_for(told, walk, begin + CHUNK);
+        if (!is_last) ask(told, walk, begin + CHUNK, next);
+        weigh(own, base + WEIGHTED, number(get(own + OWN_SUMS + (min(walk.end - begin, CHUNK) - 1) * 4)));
+        if (goal >= 0) write_half(told, walk, goal, 1, base);
+        goal = begin > walk.begin ? state_at(told, walk, begin) : -1;
+        if (goal >= 0) tell_some(1, THREADS);
+        seen_by_groups();
+        together();
+        if (goal >= 0) write_half(told, walk, goal, 0, base);
+    }
+    together();
+    write_results(told, walk, begin - CHUNK, base + (turn ^ 1) * CHUNK_BYTES + OWN_VALUES);
+    if (goal >= 0) write_half(told, walk, goal, 1, base);
+    if (BESIDE) wait_for_before();
+    if (BESIDE) keep(told, walk, kept_from);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __grid_constant__ Told told) {
     constexpr Form updates{UPDATE_FORM};
     extern __shared__ __align__(1024) unsigned char memory[];
@@ -298,50 +336,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     walk.states = told.state_table + told.rows[row] * told.state_columns;
     walk.inputs = told.input_table + told.rows[row] * told.input_columns;
     int kept_from = max(walk.computed, (walk.end - 1) / CHUNK * CHUNK - CHUNK), held;
-    bool is_group = !HELPERS || warp < 4, is_helper = !HELPERS || warp >= 4;
+    if (warp >= 4 * GROUPS) {
+        if (GROUPS == 2) give_registers<72>();
+        help(told, walk, base, kept_from);
+        return;
+    }
+    if (GROUPS == 2) take_registers<216>();
     u32 first = walk.channel % SIZE + warp * 16, lane_first = lane % 4 * 2 * SIZE + first + lane / 4 * 2;
     float state[16][4] = {};
     i64 source = walk.begin > 0 ? state_at(told, walk, walk.begin) : -1;
-    if (is_group && source >= 0)
+    if (source >= 0)
 #pragma unroll
         for (int j = 0; j < 16; ++j)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 state[j][i] = told.state[source + lane_first + (j * 8 + i % 2) * SIZE + i / 2];
-    if (BESIDE && is_helper) wait_for(told, walk, walk.begin);
-    else if (!BESIDE) wait_for_before();
-    if (is_helper && walk.begin < walk.computed) ask_open(told, walk, base);
-    else if (is_helper) ask(told, walk, walk.begin, base);
+    if (!BESIDE) wait_for_before();
     if (!BESIDE) keep(told, walk, kept_from);
-    auto help = [&](int begin, u32 own, u32 next) {
-        if (walk.end - begin > CHUNK) wait_for(told, walk, begin + CHUNK);
-        if (walk.end - begin > CHUNK) ask(told, walk, begin + CHUNK, next);
-        if (begin > walk.begin) write_results(told, walk, begin - CHUNK, base + RESULTS);
-        weigh(own, base + WEIGHTED, number(get(own + OWN_SUMS + (min(walk.end - begin, CHUNK) - 1) * 4)));
-        seen_by_groups();
-    };
-    u32 group = GROUPS == 1 ? 0 : warp / 4, stage = base + STAGE + group * 2 * QUARTER;
-    u32 lane_stage = stage + lane % 4 * 2 * STAGE_PITCH + warp % 4 * 64 + lane / 4 * 8;
-    i64 on_way = -1;  // the state that helpers have written half of
-    auto write_quarters = [&](i64 goal, int from) {
-        float* kept = told.state + goal + walk.channel % SIZE;
-        for (int quarter = from; quarter < from + 2; ++quarter) write_quarter(kept + quarter * 32 * SIZE, stage + quarter * QUARTER);
-    };
+    u32 stage = base + STAGE + warp / 4 * 4 * QUARTER + lane % 4 * 2 * STAGE_PITCH + warp % 4 * 64 + lane / 4 * 8;
     int begin = walk.begin;
     for (int turn = 0; begin < walk.end; begin += CHUNK, turn ^= 1) {
-        u32 own = base + turn * CHUNK_BYTES, next = base + (turn ^ 1) * CHUNK_BYTES;
+        u32 own = base + turn * CHUNK_BYTES;
         int left = walk.end - begin;
-        if (is_helper) arrived<0>(), seen_by_groups();
         together();  // the chunk is there, and nobody is behind
-        if (!is_group) {
-            if (STAGED && on_way >= 0) write_quarters(on_way, 2);
-            on_way = begin > walk.begin ? state_at(told, walk, begin) : -1;
-            if (STAGED && on_way >= 0) tell_some(1, THREADS);
-            help(begin, own, next);
-            together();
-            if (STAGED && on_way >= 0) write_quarters(on_way, 0);
-            continue;
-        }
         Four rounded[8], update[4];
         float begun[8][2];
 #pragma unroll
@@ -360,8 +377,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             group_multiply(of_query, rounded[step], own + QUERIES + step / 4 * TILE + step % 4 * 32);
         group_commit();
         i64 goal = begin > walk.begin ? state_at(told, walk, begin) : -1;
-        float *kept = told.state + goal + lane_first, *group_kept = told.state + goal + walk.channel % SIZE + group * 64;
-        if (is_helper) help(begin, own, next);
         float decay = exponential(number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4)));
         group_arrived<1>(of_key);
 #pragma unroll
@@ -415,14 +430,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
 #pragma unroll
                 for (int i = 0; i < 4; ++i) of_query[j][i] = times(begun[j][i % 2], of_query[j][i]);
             if (goal >= 0) {  // of the chunk before: a few at a time, so that nothing waits behind them
-                if (STAGED && HELPERS && block == 2) some_together(1, THREADS);  // the place is free
-                if (STAGED && !HELPERS) some_together(1 + group, 128);
-                if (STAGED && !HELPERS && block > 0)
-                    write_quarter(group_kept + (block - 1) * 32 * SIZE, stage + (block - 1) % 2 * QUARTER);
+                if (block == 2) some_together(1, THREADS);  // the place is free
 #pragma unroll
-                for (int j = 4 * block; j < 4 * block + 4; ++j)
-                    if (STAGED) stage_keys(lane_stage + (HELPERS ? block : block % 2) * QUARTER, j % 4, state[j]);
-                    else write_keys(kept, j, state[j]);
+                for (int j = 0; j < 4; ++j) stage_keys(stage + block * QUARTER, j, state[4 * block + j]);
             }
 #pragma unroll
             for (int j = 4 * block; j < 4 * block + 4; ++j)
@@ -438,13 +448,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
 #pragma unroll
         for (int step = 0; step < 4; ++step) group_multiply_turned(state, update[step], base + WEIGHTED + step * 2048, TILE);
         group_commit();
-        if (STAGED && !HELPERS && goal >= 0) write_quarter(group_kept + 3 * 32 * SIZE, stage + QUARTER);
         group_arrived<1>(of_query);
 #pragma unroll
         for (int j = 0; j < 8; ++j)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-                put(base + RESULTS + (j * 8 + lane % 4 * 2 + i) * PITCH + warp * 32 + lane / 4 * 4, pack(of_query[j][i], of_query[j][2 + i]));
+                put(own + OWN_VALUES + (j * 8 + lane % 4 * 2 + i) * PITCH + warp * 32 + lane / 4 * 4, pack(of_query[j][i], of_query[j][2 + i]));
         if (begin + CHUNK > kept_from)
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
@@ -457,13 +466,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
         group_arrived<0>(state);
     }
     together();
-    if (is_helper) write_results(told, walk, begin - CHUNK, base + RESULTS);
-    if (STAGED && on_way >= 0) write_quarters(on_way, 2);
-    i64 goal = walk.end % CHUNK || !is_group ? -1 : state_at(told, walk, walk.end);
+    i64 goal = walk.end % CHUNK ? -1 : state_at(told, walk, walk.end);
     float* kept = told.state + goal + lane_first;
     if (goal >= 0)
 #pragma unroll
         for (int j = 0; j < 16; ++j) write_keys(kept, j, state[j]);
     if (BESIDE) wait_for_before();
-    if (BESIDE) keep(told, walk, kept_from);
 }

@@ -17,7 +17,6 @@ import torch
 from octavo.ops.scan.delta import loading
 
 serves, macros = loading.serves, loading.macros
-THREADS = 256
 GROUPS = 1, 2  # of a block
 _compared: ContextVar[int] = ContextVar("groups", default=0)  # 0: nothing is compared
 
@@ -60,8 +59,8 @@ def with_groups(groups: int) -> Iterator[None]:
 def shared_bytes(groups: int) -> int:
     """Of a block: two chunks' operands, and weighted keys and results of one."""
     pitch = 128 * groups + 16
-    chunk = 5 * 64 * 128 + 64 * (pitch + 144 + 96) + 512
-    return 2 * (-(-chunk // 1024) * 1024) + 2 * 64 * 128 + 64 * pitch + 4 * 32 * 272
+    chunk = 5 * 64 * 128 + 64 * (pitch + 112 + 96) + 512
+    return 2 * (-(-chunk // 1024) * 1024) + 2 * 64 * 128 + groups * 128 * 272
 
 
 FEWEST_CHUNKS = 64  # of a step, whose chunks are made ready beside the walk
@@ -93,4 +92,4 @@ def launch(told: Told, num_rows: int, own: dict[str, int | str], device: torch.d
     blocks = walkers(num_heads, count)
     groups, beside = num_heads * 2 // blocks, int(bool(told.made))
     macros = {**own, "GROUPS": groups, "BESIDE": beside}
-    loading.run("delta_prompts", told, blocks, THREADS, shared_bytes(groups), macros, device)
+    loading.run("delta_prompts", told, blocks, 128 * groups + 128, shared_bytes(groups), macros, device)
