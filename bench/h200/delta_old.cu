@@ -1,0 +1,469 @@
+// The gated delta rule over prompts: chunks walked one behind the other. Told of by delta_prompts.py.
+//
+// A block has a row and 64 * GROUPS channels of a head; a warp 16 of them, whose state it holds in registers, transposed:
+// [channels, keys]. So are all products: what one gives, as the matrix unit lays it, is what the next takes for its first
+// operand. From k S to T's, M's, f's and the next state's no lane waits for another's numbers. Second operands are a
+// chunk's keys, queries, M, f and T in shared memory, which come by asynchronous copies while the chunk before is
+// computed. Products of all 64 tokens are a warp group's, which reads an operand once for its four warps; those of M and
+// T, between which a block of 16 tokens waits for the one before it, are a warp's.
+//
+// A step may begin within a chunk, which then has the tokens before as they are kept, and the updates of whole blocks of
+// 16 before.
+//
+// Invariant: the operations on a channel are those of `delta_walk` and `delta_scan`, in the same order; where those
+// multiply by zeros, they may be left out.
+
+#ifndef BESIDE
+#define BESIDE 0
+#endif
+#ifndef STREAM
+#define STREAM 0
+#endif
+#define HELPERS (GROUPS == 1 ? 128 : 0)  // lanes that ask, weigh and write for a group alone
+#define THREADS (128 * GROUPS + HELPERS)
+#define CHANNELS (64 * GROUPS)
+#ifndef STAGED
+#define STAGED 1
+#endif
+#define PARTS (SIZE / CHANNELS)  // blocks of a head
+
+struct Told {
+    const u16 *query, *key, *value;  // normed, [T, KEY_HEADS, SIZE]; value within rows of qkv
+    const float *total, *rate;       // [T, HEADS]
+    const u16 *before, *factor;      // of `delta_chunks`
+    const float* inverse;
+    u16* out;
+    const i64* rows;
+    const int *query_start, *seq_lens, *num_ahead, *state_table, *input_table;
+    float* state;
+    u16 *key_kept, *value_kept, *update_kept;
+    const float *total_kept, *rate_kept;
+    i64 value_row;
+    int state_columns, input_columns, state_first, input_first, num_rows;
+    u32* made;  // of `delta_prepare`
+};
+
+// In shared memory: two chunks' operands, then weighted keys of one. Keys and queries are two tiles of 64 channels, f is
+// one: see `in_tile`.
+#define TILE (CHUNK * 128)
+#define QUERIES (2 * TILE)
+#define OWN_F (4 * TILE)
+#define OWN_VALUES (5 * TILE)
+#define PITCH (2 * CHANNELS + 16)  // of values and results
+#define OWN_M (OWN_VALUES + CHUNK * PITCH)
+#define M_PITCH 144
+#define OWN_T (OWN_M + CHUNK * M_PITCH)
+#define T_PITCH 96
+#define OWN_SUMS (OWN_T + CHUNK * T_PITCH)
+#define OWN_RATES (OWN_SUMS + CHUNK * 4)
+#define CHUNK_BYTES ((OWN_RATES + CHUNK * 4 + 1023) / 1024 * 1024)
+#define WEIGHTED (2 * CHUNK_BYTES)
+#define RESULTS (WEIGHTED + 2 * TILE)  // of the chunk before
+#define STAGE (RESULTS + CHUNK * PITCH)  // of a state, on its way: quarters of 32 keys, of a group's channels
+#define STAGE_PITCH 272
+#define QUARTER (32 * STAGE_PITCH)
+
+// Of a tile, where 16 bytes of a line lie.
+__device__ inline u32 in_tile(u32 line, u32 part) { return line * 128 + (part ^ line % 8) * 16; }
+
+// A row's walk.
+struct Walk {
+    int token, end, computed, begin, first_block, head, key_head, channel;  // first_block: of position 0
+    const int *states, *inputs;
+    int first_item, odd, both;  // of `delta_prepare`: of the row's pair, of which `both` chunks are made in turn
+};
+
+// Wait until a chunk is made ready.
+__device__ inline void wait_for(const Told& told, const Walk& walk, int begin) {
+    if (!BESIDE) return;
+    int chunk = (begin - walk.begin) / CHUNK;
+    int item = walk.first_item + (chunk < walk.both ? 2 * chunk + walk.odd : walk.both + chunk);
+    while (!read_told((u64)(told.made + item * KEY_HEADS + walk.key_head)));
+}
+
+// Ask for a chunk's operands. Of tokens that are not there zeros come. A thread has one part of 16 bytes of every LINES-th
+// line, so that its addresses differ by constants.
+#define LINES (16 * GROUPS)
+__device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to) {
+    int left = walk.end - begin, line = (thread() - HELPERS) / 8, part = thread() % 8;
+    i64 token = walk.token + begin - walk.computed + line;
+    i64 block = walk.first_block + (begin + line) / 16;
+    u64 key = (u64)(told.key + (token * KEY_HEADS + walk.key_head) * SIZE + part * 8);
+    u64 query = key - (u64)told.key + (u64)told.query, own_line = (block * HEADS + walk.head) * 16 + line % 16;
+    u64 before = (u64)(told.before + own_line * CHUNK + part * 8), factor = before - (u64)told.before + (u64)told.factor;
+    u64 inverse = (u64)(told.inverse + own_line * 16 + part * 4);
+    u64 value = (u64)(told.value + token * told.value_row + walk.channel + part * 8);
+    u32 tile = to + in_tile(line, part);
+#pragma unroll
+    for (int step = 0; step < CHUNK; step += LINES) {
+        int bytes = line + step < left ? 16 : 0, block_line = line / 16 + step / 16;
+        bool is_made = block_line * 16 < left;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            copy16(tile + half * TILE + step * 128, key + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
+            copy16(tile + QUERIES + half * TILE + step * 128, query + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
+        }
+#pragma unroll
+        for (int half = 0; half < GROUPS; ++half)
+            copy16(to + OWN_VALUES + (line + step) * PITCH + part * 16 + half * 128, value + (step * told.value_row + half * 64) * 2, bytes);
+        copy16(tile + OWN_F + step * 128, factor + step * HEADS * CHUNK * 2, is_made && part / 2 <= block_line ? 16 : 0);
+        if (part / 2 < block_line)
+            copy16(to + OWN_M + (line + step) * M_PITCH + part * 16, before + step * HEADS * CHUNK * 2, is_made ? 16 : 0);
+        if (part < 4) copy16(to + OWN_T + (line + step) * T_PITCH + part * 16, inverse + step * HEADS * 16 * 4, is_made ? 16 : 0);
+    }
+    u32 mine = thread() - HELPERS;
+    if (mine < 2 * CHUNK) {
+        int at = mine % CHUNK;
+        const float* from = mine < CHUNK ? told.total : told.rate;
+        copy4(to + OWN_SUMS + mine * 4, (u64)(from + (token - line + at) * HEADS + walk.head), at < left ? 4 : 0);
+    }
+    commit();
+}
+
+// The same of a chunk that the step begins within. Values of whole blocks before are their updates.
+__device__ inline void ask_open(const Told& told, const Walk& walk, u32 to) {
+    constexpr Form keys{KEY_FORM}, values{VALUE_FORM}, updates{UPDATE_FORM}, totals{TOTAL_FORM}, rates{RATE_FORM};
+    u32 part = thread() % 8;
+    int held, known = walk.computed / 16 * 16;
+#pragma unroll 1
+    for (u32 line = (thread() - HELPERS) / 8; line < CHUNK; line += LINES) {
+        int at = walk.begin + line, bytes = at < walk.end ? 16 : 0, sum_bytes = bytes / 4;
+        bool is_old = at < walk.computed, is_made = at >= known && at / 16 * 16 < walk.end;
+        i64 token = (i64)walk.token + at - walk.computed, own_line = ((i64)(walk.first_block + at / 16) * HEADS + walk.head) * 16 + at % 16;
+        const u16 *key = told.key + (token * KEY_HEADS + walk.key_head) * SIZE, *query = told.query + (key - told.key);
+        const u16* value = told.value + token * told.value_row;
+        const float *total = told.total + token * HEADS, *rate = told.rate + token * HEADS;
+        if (is_old) {
+            key = told.key_kept + place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, keys, held) + walk.key_head * SIZE;
+            u64 where = at < known ? place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, updates, held)
+                                   : place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, values, held);
+            value = (at < known ? told.update_kept : told.value_kept) + where;
+            total = told.total_kept + place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, totals, held);
+            rate = told.rate_kept + place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, rates, held);
+        }
+        for (int half = 0; half < 2; ++half) {
+            u32 tile = to + half * TILE + in_tile(line, part);
+            copy16(tile, (u64)(key + half * 64 + part * 8), bytes);
+            copy16(tile + QUERIES, (u64)(query + half * 64 + part * 8), is_old ? 0 : bytes);
+        }
+        for (int half = 0; half < GROUPS; ++half)
+            copy16(to + OWN_VALUES + line * PITCH + part * 16 + half * 128, (u64)(value + walk.channel + half * 64 + part * 8), bytes);
+        copy16(to + OWN_F + in_tile(line, part), (u64)(told.factor + own_line * CHUNK + part * 8), is_made && part / 2 <= line / 16 ? 16 : 0);
+        if (part / 2 < line / 16)
+            copy16(to + OWN_M + line * M_PITCH + part * 16, (u64)(told.before + own_line * CHUNK + part * 8), is_made ? 16 : 0);
+        if (part < 4)
+            copy16(to + OWN_T + line * T_PITCH + part * 16, (u64)(told.inverse + own_line * 16 + part * 4), is_made ? 16 : 0);
+        if (part < 2)
+            copy4(to + (part ? OWN_RATES : OWN_SUMS) + line * 4, (u64)((part ? rate : total) + walk.head), sum_bytes);
+    }
+    commit();
+}
+
+// Copy lines of PARTS parts of 16 bytes, of tokens from `from` on: four at a time, so that one does not wait for another.
+template <int PARTS_OF_LINE, class Source, class Goal>
+__device__ inline void keep_lines(const Walk& walk, int from, Source source, Goal goal) {
+    int count = (walk.end - from) * PARTS_OF_LINE;
+#pragma unroll 1
+    for (int first = thread(); first < count; first += 4 * THREADS) {
+        Four given[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int line = min(first + i * THREADS, count - 1);
+            given[i] = read(source(walk.token + from + line / PARTS_OF_LINE - walk.computed) + line % PARTS_OF_LINE * 16);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int line = first + i * THREADS;
+            u64 to = line < count ? goal(from + line / PARTS_OF_LINE) : 0;
+            if (to) write(to + line % PARTS_OF_LINE * 16, given[i]);
+        }
+    }
+}
+
+// Keep the inputs of tokens from `from` on.
+__device__ inline void keep(const Told& told, const Walk& walk, int from) {
+    constexpr Form keys{KEY_FORM}, values{VALUE_FORM};
+    auto where = [&](const u16* kept, int at, const Form& form, int channel) {
+        int held;
+        u64 goal = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, form, held) + channel;
+        return held > 0 ? (u64)(kept + goal) : 0;
+    };
+    keep_lines<CHANNELS / 8>(
+        walk, from, [&](i64 token) { return (u64)(told.value + token * told.value_row + walk.channel); },
+        [&](int at) { return where(told.value_kept, at, values, walk.channel); });
+    if (walk.channel % (HEADS / KEY_HEADS * SIZE)) return;  // keys are another's
+    keep_lines<SIZE / 8>(
+        walk, from, [&](i64 token) { return (u64)(told.key + (token * KEY_HEADS + walk.key_head) * SIZE); },
+        [&](int at) { return where(told.key_kept, at, keys, walk.key_head * SIZE); });
+}
+
+// Of two words the low halves, or the high ones.
+__device__ inline u32 lows(u32 first, u32 second) { return bytes_of(first, second, 0x5410); }
+__device__ inline u32 highs(u32 first, u32 second) { return bytes_of(first, second, 0x7632); }
+
+// 8 tokens' 16 channels, as products give them, transposed: of a token, which is lane / 4, four channels to write.
+__device__ inline Two written(u32 even, u32 odd) {
+    even = transposed(even), odd = transposed(odd);
+    return Two{{lows(even, odd), highs(even, odd)}};
+}
+
+// Weigh a chunk's keys by what is left of them at its end.
+__device__ inline void weigh(u32 own, u32 to, float last) {
+#pragma unroll
+    for (int step = 0; step < CHUNK; step += LINES) {
+        int line = (thread() - HELPERS) / 8 + step;
+        float weight = exponential(less(last, number(get(own + OWN_SUMS + line * 4))));
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            u32 at = half * TILE + in_tile(line - step, thread() % 8) + step * 128;
+            Four key = get4(own + at);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                key.x[i] = pack(times(widened(key.x[i] & 0xffff), weight), times(widened(key.x[i] >> 16), weight));
+            put4(to + at, key);
+        }
+    }
+}
+
+// Write the results of the chunk at `begin`.
+__device__ inline void write_results(const Told& told, const Walk& walk, int begin, u32 from) {
+    int line = (thread() - HELPERS) / 8, part = thread() % 8;
+    i64 token = walk.token + begin - walk.computed + line;
+    u64 goal = (u64)(told.out + token * HEADS * SIZE + walk.channel + part * 8);
+#pragma unroll
+    for (int step = 0; step < CHUNK; step += LINES)
+#pragma unroll
+        for (int half = 0; half < GROUPS; ++half)
+            if (line + step < walk.end - begin && line + step >= walk.computed - begin)
+                write(goal + (step * HEADS * SIZE + half * 64) * 2, get4(from + (line + step) * PITCH + part * 16 + half * 128));
+}
+
+// Where the head's state behind `border` tokens is kept; -1: it is not.
+__device__ inline i64 state_at(const Told& told, const Walk& walk, int border) {
+    constexpr Form states{STATE_FORM};
+    int held;
+    u64 goal = place(walk.states, told.state_first, border / CHUNK - 1, 0, walk.head * SIZE, states, held);
+    return held > 0 ? (i64)goal : -1;
+}
+
+// Of eight keys, what the lane has of a state. goal: of its first key and channel.
+__device__ inline void write_keys(float* goal, int eight, const float (&state)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        write2((u64)(goal + (eight * 8 + i) * SIZE), Two{{bits_of(state[i]), bits_of(state[2 + i])}});
+}
+
+// The same on its way. to: of its first key and channel in a quarter.
+__device__ inline void stage_keys(u32 to, int eight, const float (&state)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        put2(to + (eight * 8 + i) * STAGE_PITCH, Two{{bits_of(state[i]), bits_of(state[2 + i])}});
+}
+
+// Write a quarter that all of a group have staged. goal: of its first key and the group's first channel.
+__device__ inline void write_quarter(float* goal, u32 from) {
+    u32 line = thread() % 128 / 16, part = thread() % 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        if (STREAM) write_last((u64)(goal + (line + 8 * i) * SIZE + part * 4), get4(from + (line + 8 * i) * STAGE_PITCH + part * 16));
+        else write((u64)(goal + (line + 8 * i) * SIZE + part * 4), get4(from + (line + 8 * i) * STAGE_PITCH + part * 16));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __grid_constant__ Told told) {
+    constexpr Form updates{UPDATE_FORM};
+    extern __shared__ __align__(1024) unsigned char memory[];
+    u32 base = (u32)__cvta_generic_to_shared(memory), warp = thread() / 32, lane = thread() % 32;
+    int row = *told.num_ahead + block() / (HEADS * PARTS);
+    bool is_row = row < told.num_rows;
+    if (!is_row) row = 0;
+    Walk walk;
+    walk.token = told.query_start[row], walk.end = told.seq_lens[row];
+    walk.computed = walk.end - (told.query_start[row + 1] - walk.token);
+    if (!is_row || walk.computed >= walk.end || walk.computed < 0) {  // nothing, or padding
+        wait_for_before();  // or the kernel behind would begin before what is ahead has ended
+        return;
+    }
+    if (BESIDE) {
+        int ahead = *told.num_ahead, before = told.query_start[ahead];
+        auto first_slot = [&](int row) { return (told.query_start[row] - before) / CHUNK + 2 * (row - ahead); };
+        int even = row - (row - ahead) % 2;
+        walk.first_item = first_slot(even), walk.odd = row - even, walk.both = 0;
+        if (even + 1 < told.num_rows)
+            walk.both = min(first_slot(even + 1) - walk.first_item, first_slot(even + 2) - first_slot(even + 1));
+    }
+    walk.channel = block() % (HEADS * PARTS) * CHANNELS;
+    walk.head = walk.channel / SIZE, walk.key_head = walk.head / (HEADS / KEY_HEADS);
+    walk.begin = walk.computed / CHUNK * CHUNK;
+    walk.first_block = walk.token / 16 + 2 * row - walk.computed / 16;
+    walk.states = told.state_table + told.rows[row] * told.state_columns;
+    walk.inputs = told.input_table + told.rows[row] * told.input_columns;
+    int kept_from = max(walk.computed, (walk.end - 1) / CHUNK * CHUNK - CHUNK), held;
+    bool is_group = !HELPERS || warp < 4, is_helper = !HELPERS || warp >= 4;
+    u32 first = walk.channel % SIZE + warp * 16, lane_first = lane % 4 * 2 * SIZE + first + lane / 4 * 2;
+    float state[16][4] = {};
+    i64 source = walk.begin > 0 ? state_at(told, walk, walk.begin) : -1;
+    if (is_group && source >= 0)
+#pragma unroll
+        for (int j = 0; j < 16; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                state[j][i] = told.state[source + lane_first + (j * 8 + i % 2) * SIZE + i / 2];
+    if (BESIDE && is_helper) wait_for(told, walk, walk.begin);
+    else if (!BESIDE) wait_for_before();
+    if (is_helper && walk.begin < walk.computed) ask_open(told, walk, base);
+    else if (is_helper) ask(told, walk, walk.begin, base);
+    if (!BESIDE) keep(told, walk, kept_from);
+    auto help = [&](int begin, u32 own, u32 next) {
+        if (walk.end - begin > CHUNK) wait_for(told, walk, begin + CHUNK);
+        if (walk.end - begin > CHUNK) ask(told, walk, begin + CHUNK, next);
+        if (begin > walk.begin) write_results(told, walk, begin - CHUNK, base + RESULTS);
+        weigh(own, base + WEIGHTED, number(get(own + OWN_SUMS + (min(walk.end - begin, CHUNK) - 1) * 4)));
+        seen_by_groups();
+    };
+    u32 group = GROUPS == 1 ? 0 : warp / 4, stage = base + STAGE + group * 2 * QUARTER;
+    u32 lane_stage = stage + lane % 4 * 2 * STAGE_PITCH + warp % 4 * 64 + lane / 4 * 8;
+    i64 on_way = -1;  // the state that helpers have written half of
+    auto write_quarters = [&](i64 goal, int from) {
+        float* kept = told.state + goal + walk.channel % SIZE;
+        for (int quarter = from; quarter < from + 2; ++quarter) write_quarter(kept + quarter * 32 * SIZE, stage + quarter * QUARTER);
+    };
+    int begin = walk.begin;
+    for (int turn = 0; begin < walk.end; begin += CHUNK, turn ^= 1) {
+        u32 own = base + turn * CHUNK_BYTES, next = base + (turn ^ 1) * CHUNK_BYTES;
+        int left = walk.end - begin;
+        if (is_helper) arrived<0>(), seen_by_groups();
+        together();  // the chunk is there, and nobody is behind
+        if (!is_group) {
+            if (STAGED && on_way >= 0) write_quarters(on_way, 2);
+            on_way = begin > walk.begin ? state_at(told, walk, begin) : -1;
+            if (STAGED && on_way >= 0) tell_some(1, THREADS);
+            help(begin, own, next);
+            together();
+            if (STAGED && on_way >= 0) write_quarters(on_way, 0);
+            continue;
+        }
+        Four rounded[8], update[4];
+        float begun[8][2];
+#pragma unroll
+        for (int step = 0; step < 8; ++step)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                rounded[step].x[i] = pack(state[2 * step + i / 2][i % 2 * 2], state[2 * step + i / 2][i % 2 * 2 + 1]);
+        float of_key[8][4] = {}, of_query[8][4] = {};
+        hold(rounded), hold(of_key), hold(of_query);
+        group_begin();
+#pragma unroll
+        for (int step = 0; step < 8; ++step) group_multiply(of_key, rounded[step], own + step / 4 * TILE + step % 4 * 32);
+        group_commit();
+#pragma unroll
+        for (int step = 0; step < 8; ++step)
+            group_multiply(of_query, rounded[step], own + QUERIES + step / 4 * TILE + step % 4 * 32);
+        group_commit();
+        i64 goal = begin > walk.begin ? state_at(told, walk, begin) : -1;
+        float *kept = told.state + goal + lane_first, *group_kept = told.state + goal + walk.channel % SIZE + group * 64;
+        if (is_helper) help(begin, own, next);
+        float decay = exponential(number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4)));
+        group_arrived<1>(of_key);
+#pragma unroll
+        for (int block = 0; block < 4; ++block) {
+            float of_m[2][4] = {};
+#pragma unroll
+            for (int other = 0; other < block; ++other) {
+                Four m = columns(own + OWN_M + block * 16 * M_PITCH + other * 32, M_PITCH, lane);
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    multiply(of_m[half], update[other], Two{{m.x[2 * half], m.x[2 * half + 1]}});
+            }
+            Two values[2];  // of 8 tokens: of two of them a word, of both channels
+            Four even, odd;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                u32 at = (block * 16 + half * 8 + lane % 4 * 2) * 4;
+                Two sums = get2(own + OWN_SUMS + at), rates = get2(own + OWN_RATES + at);
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    values[half].x[i] = get(own + OWN_VALUES + (at / 4 + i) * PITCH + warp * 32 + lane / 4 * 4);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) begun[2 * block + half][i] = exponential(number(sums.x[i]));
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    u32 word = values[half].x[i % 2];
+                    float right = less(widened(i / 2 ? word >> 16 : word & 0xffff), times(begun[2 * block + half][i % 2], of_key[2 * block + half][i]));
+                    float rest = less(times(number(rates.x[i % 2]), right), of_m[half][i]);
+                    (i % 2 ? odd : even).x[half * 2 + i / 2] = bits_of(rest);
+                }
+            }
+            float found[2][4] = {};
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                u32 at = own + OWN_T + (block * 16 + half * 8 + lane / 4) * T_PITCH + lane % 4 * 8;
+                Two first = get2(at), second = get2(at + 32);
+                multiply_tf32(found[half], even, Two{{first.x[0], second.x[0]}});
+                multiply_tf32(found[half], odd, Two{{first.x[1], second.x[1]}});
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) update[block].x[i] = pack(found[i / 2][i % 2 * 2], found[i / 2][i % 2 * 2 + 1]);
+            if (begin + block * 16 + 16 <= walk.computed)  // it is there, as values
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    update[block].x[2 * half] = lows(values[half].x[0], values[half].x[1]);
+                    update[block].x[2 * half + 1] = highs(values[half].x[0], values[half].x[1]);
+                }
+            if (block == 1) group_arrived<0>(of_query);
+#pragma unroll
+            for (int j = block > 1 ? 2 * block : 0; j < (block > 0 ? 2 * block + 2 : 0); ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) of_query[j][i] = times(begun[j][i % 2], of_query[j][i]);
+            if (goal >= 0) {  // of the chunk before: a few at a time, so that nothing waits behind them
+                if (STAGED && HELPERS && block == 2) some_together(1, THREADS);  // the place is free
+                if (STAGED && !HELPERS) some_together(1 + group, 128);
+                if (STAGED && !HELPERS && block > 0)
+                    write_quarter(group_kept + (block - 1) * 32 * SIZE, stage + (block - 1) % 2 * QUARTER);
+#pragma unroll
+                for (int j = 4 * block; j < 4 * block + 4; ++j)
+                    if (STAGED) stage_keys(lane_stage + (HELPERS ? block : block % 2) * QUARTER, j % 4, state[j]);
+                    else write_keys(kept, j, state[j]);
+            }
+#pragma unroll
+            for (int j = 4 * block; j < 4 * block + 4; ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) state[j][i] = times(decay, state[j][i]);
+        }
+        together();  // weighted keys are there, and results of the chunk before are written
+        hold(update), hold(of_query), hold(state);
+        group_begin();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) group_multiply(of_query, update[step], own + OWN_F + step * 32);
+        group_commit();
+#pragma unroll
+        for (int step = 0; step < 4; ++step) group_multiply_turned(state, update[step], base + WEIGHTED + step * 2048, TILE);
+        group_commit();
+        if (STAGED && !HELPERS && goal >= 0) write_quarter(group_kept + 3 * 32 * SIZE, stage + QUARTER);
+        group_arrived<1>(of_query);
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                put(base + RESULTS + (j * 8 + lane % 4 * 2 + i) * PITCH + warp * 32 + lane / 4 * 4, pack(of_query[j][i], of_query[j][2 + i]));
+        if (begin + CHUNK > kept_from)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                int line = j * 8 + lane / 4, at = begin + min(line, left - 1);
+                Two own_update = written(update[j / 2].x[j % 2 * 2], update[j / 2].x[j % 2 * 2 + 1]);
+                u64 where = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, updates, held);
+                u64 mine = where + walk.head * SIZE + first + lane % 4 * 4;
+                if (held > 0 && line < left && at >= kept_from) write2((u64)(told.update_kept + mine), own_update);
+            }
+        group_arrived<0>(state);
+    }
+    together();
+    if (is_helper) write_results(told, walk, begin - CHUNK, base + RESULTS);
+    if (STAGED && on_way >= 0) write_quarters(on_way, 2);
+    i64 goal = walk.end % CHUNK || !is_group ? -1 : state_at(told, walk, walk.end);
+    float* kept = told.state + goal + lane_first;
+    if (goal >= 0)
+#pragma unroll
+        for (int j = 0; j < 16; ++j) write_keys(kept, j, state[j]);
+    if (BESIDE) wait_for_before();
+    if (BESIDE) keep(told, walk, kept_from);
+}
