@@ -281,6 +281,7 @@ __device__ inline void help(const Told& told, const Walk& walk, u32 base, int ke
     if (walk.begin < walk.computed) ask_open(told, walk, base);
     else ask(told, walk, walk.begin, base);
     if (!BESIDE) keep(told, walk, kept_from);
+    if (walk.end - walk.begin > CHUNK) wait_for(told, walk, walk.begin + CHUNK);
     i64 goal = -1;
     int begin = walk.begin, turn = 0;
     for (; begin < walk.end; begin += CHUNK, turn ^= 1) {
@@ -290,7 +291,6 @@ __device__ inline void help(const Told& told, const Walk& walk, u32 base, int ke
         seen_by_groups();
         together();
         if (begin > walk.begin) write_results(told, walk, begin - CHUNK, next + OWN_VALUES);  // where values go that are asked for
-        if (!is_last) wait_for(told, walk, begin + CHUNK);
         if (!is_last) ask(told, walk, begin + CHUNK, next);
         weigh(own, base + WEIGHTED, number(get(own + OWN_SUMS + (min(walk.end - begin, CHUNK) - 1) * 4)));
         if (goal >= 0) write_half(told, walk, goal, 1, base);
@@ -299,6 +299,7 @@ __device__ inline void help(const Told& told, const Walk& walk, u32 base, int ke
         seen_by_groups();
         together();
         if (goal >= 0) write_half(told, walk, goal, 0, base);
+        if (walk.end - begin > 2 * CHUNK) wait_for(told, walk, begin + 2 * CHUNK);
     }
     together();
     write_results(told, walk, begin - CHUNK, base + (turn ^ 1) * CHUNK_BYTES + OWN_VALUES);
@@ -337,11 +338,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     walk.inputs = told.input_table + told.rows[row] * told.input_columns;
     int kept_from = max(walk.computed, (walk.end - 1) / CHUNK * CHUNK - CHUNK), held;
     if (warp >= 4 * GROUPS) {
-        if (GROUPS == 2) give_registers<72>();
+        if (GROUPS == 2) give_registers<88>();
         help(told, walk, base, kept_from);
         return;
     }
-    if (GROUPS == 2) take_registers<216>();
+    if (GROUPS == 2) take_registers<208>();
     u32 first = walk.channel % SIZE + warp * 16, lane_first = lane % 4 * 2 * SIZE + first + lane / 4 * 2;
     float state[16][4] = {};
     i64 source = walk.begin > 0 ? state_at(told, walk, walk.begin) : -1;
