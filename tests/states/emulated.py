@@ -52,10 +52,10 @@ def _library(kernel: str, macros: tuple[tuple[str, int | str], ...]) -> ctypes.C
 
 
 @contextlib.contextmanager
-def emulated(blocks: int, *, groups: int = 2, beside: int = 0, compares: bool = False) -> Iterator[list[str]]:
+def emulated(blocks: int, *, beside: int = 0, compares: bool = False) -> Iterator[list[str]]:
     """Within, they serve tensors of a CPU; `delta_step` by so many blocks at most. Lists launches by name.
 
-    groups: of a block of `delta_prompts`. compares: with Triton's first, where one that is not loaded is not launched.
+    compares: with Triton's first, where one that is not loaded is not launched.
     """
     launches: list[str] = []
     loaded = set[ModuleType]()
@@ -72,9 +72,8 @@ def emulated(blocks: int, *, groups: int = 2, beside: int = 0, compares: bool = 
     def walk(told: delta_prompts.Told, num_rows: int, own: dict[str, int | str], _: torch.device) -> None:
         assert delta_prompts in loaded or not compares
         launches.append("delta_prompts")
-        heads = num_rows * int(own["HEADS"])
-        own, blocks = {**own, "GROUPS": groups, "BESIDE": int(bool(told.made))}, heads * 2 // groups
-        _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), blocks, 128 * groups + 128)
+        own, blocks = {**own, "BESIDE": int(bool(told.made))}, num_rows * int(own["HEADS"]) * 2
+        _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), blocks, 256)
 
     def prepare(told: delta_prepare.Told, own: dict[str, int | str], _: torch.device, processors: int = 0) -> None:
         assert delta_prepare in loaded or not compares

@@ -128,12 +128,10 @@ static u32 get(u32 at) { u32 x; memcpy(&x, memory + at, 4); return x; }
 static Two get2(u32 at) { Two x; if (at % 8) abort(); memcpy(&x, memory + at, 8); return x; }
 static Four get4(u32 at) { Four x; if (at % 16) abort(); memcpy(&x, memory + at, 16); return x; }
 static void put(u32 at, u32 x) { memcpy(memory + at, &x, 4); }
-static void put2(u32 at, const Two& y) { if (at % 8) abort(); memcpy(memory + at, &y, 8); }
 static void put4(u32 at, const Four& y) { if (at % 16) abort(); memcpy(memory + at, &y, 16); }
 static Four read(u64 at) { Four y; if (at % 16) abort(); memcpy(&y, (void*)at, 16); return y; }
 static u32 read_told(u64 at) { u32 x; if (at % 4) abort(); memcpy(&x, (void*)at, 4); return x; }
 static void tell_all(u64 at, u32 x) { if (at % 4) abort(); memcpy((void*)at, &x, 4); }
-static void write_last(u64 at, const Four& y) { if (at % 16) abort(); memcpy((void*)at, &y, 16); }
 static u32 read1(u64 at) { u32 x; if (at % 4) abort(); memcpy(&x, (void*)at, 4); return x; }
 static void write2(u64 at, const Two& y) { if (at % 8) abort(); memcpy((void*)at, &y, 8); }
 static void write(u64 at, const Four& y) { if (at % 16) abort(); memcpy((void*)at, &y, 16); }
@@ -252,8 +250,6 @@ static void multiply(float (&sum)[4], const Four& a, const Two& b) {
 }
 template <int N> static void hold(float (&)[N][4]) {}
 template <int N> static void hold(Four (&)[N]) {}
-template <int COUNT> static void take_registers() {}
-template <int COUNT> static void give_registers() {}
 static void seen_by_groups() {}
 static void group_begin() {}
 static void group_commit() {}

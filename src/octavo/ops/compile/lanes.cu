@@ -53,9 +53,6 @@ __device__ inline Four get4(u32 at) {
     return y;
 }
 __device__ inline void put(u32 at, u32 x) { asm volatile("st.shared.b32 [%0], %1;" :: "r"(at), "r"(x) : "memory"); }
-__device__ inline void put2(u32 at, const Two& y) {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" :: "r"(at), "r"(y.x[0]), "r"(y.x[1]) : "memory");
-}
 __device__ inline void put4(u32 at, const Four& y) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
                  :: "r"(at), "r"(y.x[0]), "r"(y.x[1]), "r"(y.x[2]), "r"(y.x[3]) : "memory");
@@ -73,10 +70,6 @@ __device__ inline u32 read_told(u64 at) {  // and what was written ahead of it, 
 }
 __device__ inline void tell_all(u64 at, u32 x) {  // and what the block has written before it met
     asm volatile("st.release.gpu.global.b32 [%0], %1;" :: "l"(at), "r"(x) : "memory");
-}
-__device__ inline void write_last(u64 at, const Four& y) {  // which nobody reads soon
-    asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};"
-                 :: "l"(at), "r"(y.x[0]), "r"(y.x[1]), "r"(y.x[2]), "r"(y.x[3]) : "memory");
 }
 __device__ inline u32 read1(u64 at) {
     u32 x;
@@ -142,9 +135,6 @@ template <int N> __device__ inline void hold(Four (&given)[N]) {
 #pragma unroll
     for (int i = 0; i < N * 4; ++i) asm volatile("" : "+r"(given[i / 4].x[i % 4]) :: "memory");
 }
-// Of a warp group's lanes: how many registers each has from here on.
-template <int COUNT> __device__ inline void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }
-template <int COUNT> __device__ inline void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }
 __device__ inline void seen_by_groups() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void group_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

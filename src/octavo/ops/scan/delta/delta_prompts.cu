@@ -1,11 +1,12 @@
 // The gated delta rule over prompts: chunks walked one behind the other. Told of by delta_prompts.py.
 //
-// A block has a row and 64 * GROUPS channels of a head; a warp 16 of them, whose state it holds in registers, transposed:
-// [channels, keys]. So are all products: what one gives, as the matrix unit lays it, is what the next takes for its first
-// operand. From k S to T's, M's, f's and the next state's no lane waits for another's numbers. Second operands are a
-// chunk's keys, queries, M, f and T in shared memory, which come by asynchronous copies while the chunk before is
-// computed. Products of all 64 tokens are a warp group's, which reads an operand once for its four warps; those of M and
-// T, between which a block of 16 tokens waits for the one before it, are a warp's.
+// A block has a row and 64 channels of a head: a warp group's, a warp 16 of them, whose state it holds in registers,
+// transposed: [channels, keys]; a lane has two neighbours of each pair of keys. So are all products: what one gives, as
+// the matrix unit lays it, is what the next takes for its first operand. From k S to T's, M's, f's and the next state's
+// no lane waits for another's numbers. Second operands are a chunk's keys, queries, M, f and T in shared memory. Products
+// of all 64 tokens are the group's, which reads an operand once for its four warps; those of M and T, between which a
+// block of 16 tokens waits for the one before it, are a warp's. Four warps more help: while a chunk is computed they
+// write the results of the one before it, weigh the keys of the next, and ask for the one behind that.
 //
 // A step may begin within a chunk, which then has the tokens before as they are kept, and the updates of whole blocks of
 // 16 before.
@@ -16,11 +17,8 @@
 #ifndef BESIDE
 #define BESIDE 0
 #endif
-#ifndef STREAM
-#define STREAM 0
-#endif
-#define THREADS (128 * GROUPS + 128)  // groups, and four warps that ask, weigh and write for them
-#define CHANNELS (64 * GROUPS)
+#define THREADS 256
+#define CHANNELS 64
 #define PARTS (SIZE / CHANNELS)  // blocks of a head
 
 struct Told {
@@ -39,8 +37,8 @@ struct Told {
     u32* made;  // of `delta_prepare`
 };
 
-// In shared memory: two chunks' operands, then weighted keys of one. Keys and queries are two tiles of 64 channels, f is
-// one: see `in_tile`.
+// In shared memory: three chunks' operands, then weighted keys of two. Keys and queries are two tiles of 64 channels, f
+// is one: see `in_tile`. Results take the place of values.
 #define TILE (CHUNK * 128)
 #define QUERIES (2 * TILE)
 #define OWN_F (4 * TILE)
@@ -53,10 +51,7 @@ struct Told {
 #define OWN_SUMS (OWN_T + CHUNK * T_PITCH)
 #define OWN_RATES (OWN_SUMS + CHUNK * 4)
 #define CHUNK_BYTES ((OWN_RATES + CHUNK * 4 + 1023) / 1024 * 1024)
-#define WEIGHTED (2 * CHUNK_BYTES)
-#define STAGE (WEIGHTED + 2 * TILE)  // of a state, on its way: quarters of 32 keys, of a group's channels
-#define STAGE_PITCH 272
-#define QUARTER (32 * STAGE_PITCH)
+#define WEIGHTED (3 * CHUNK_BYTES)
 
 // Of a tile, where 16 bytes of a line lie.
 __device__ inline u32 in_tile(u32 line, u32 part) { return line * 128 + (part ^ line % 8) * 16; }
@@ -78,10 +73,11 @@ __device__ inline void wait_for(const Told& told, const Walk& walk, int begin) {
 
 // Ask for a chunk's operands. Of tokens that are not there zeros come. A thread has one part of 16 bytes of every LINES-th
 // line, so that its addresses differ by constants.
-#define LINES 16
-__device__ inline u32 helper() { return thread() % 128; }
+#define LANES 128  // that compute, or help
+#define LINES (LANES / 8)
+__device__ inline u32 own_lane() { return thread() % LANES; }
 __device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to) {
-    int left = walk.end - begin, line = helper() / 8, part = thread() % 8;
+    int left = walk.end - begin, line = own_lane() / 8, part = thread() % 8;
     i64 token = walk.token + begin - walk.computed + line;
     i64 block = walk.first_block + (begin + line) / 16;
     u64 key = (u64)(told.key + (token * KEY_HEADS + walk.key_head) * SIZE + part * 8);
@@ -99,15 +95,13 @@ __device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to
             copy16(tile + half * TILE + step * 128, key + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
             copy16(tile + QUERIES + half * TILE + step * 128, query + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
         }
-#pragma unroll
-        for (int half = 0; half < GROUPS; ++half)
-            copy16(to + OWN_VALUES + (line + step) * PITCH + part * 16 + half * 128, value + (step * told.value_row + half * 64) * 2, bytes);
+        copy16(to + OWN_VALUES + (line + step) * PITCH + part * 16, value + step * told.value_row * 2, bytes);
         copy16(tile + OWN_F + step * 128, factor + step * HEADS * CHUNK * 2, is_made && part / 2 <= block_line ? 16 : 0);
         if (part / 2 < block_line)
             copy16(to + OWN_M + (line + step) * M_PITCH + part * 16, before + step * HEADS * CHUNK * 2, is_made ? 16 : 0);
         if (part < 4) copy16(to + OWN_T + (line + step) * T_PITCH + part * 16, inverse + step * HEADS * 16 * 4, is_made ? 16 : 0);
     }
-    u32 mine = helper();
+    u32 mine = own_lane();
     if (mine < 2 * CHUNK) {
         int at = mine % CHUNK;
         const float* from = mine < CHUNK ? told.total : told.rate;
@@ -122,7 +116,7 @@ __device__ inline void ask_open(const Told& told, const Walk& walk, u32 to) {
     u32 part = thread() % 8;
     int held, known = walk.computed / 16 * 16;
 #pragma unroll 1
-    for (u32 line = helper() / 8; line < CHUNK; line += LINES) {
+    for (u32 line = own_lane() / 8; line < CHUNK; line += LINES) {
         int at = walk.begin + line, bytes = at < walk.end ? 16 : 0, sum_bytes = bytes / 4;
         bool is_old = at < walk.computed, is_made = at >= known && at / 16 * 16 < walk.end;
         i64 token = (i64)walk.token + at - walk.computed, own_line = ((i64)(walk.first_block + at / 16) * HEADS + walk.head) * 16 + at % 16;
@@ -142,8 +136,7 @@ __device__ inline void ask_open(const Told& told, const Walk& walk, u32 to) {
             copy16(tile, (u64)(key + half * 64 + part * 8), bytes);
             copy16(tile + QUERIES, (u64)(query + half * 64 + part * 8), is_old ? 0 : bytes);
         }
-        for (int half = 0; half < GROUPS; ++half)
-            copy16(to + OWN_VALUES + line * PITCH + part * 16 + half * 128, (u64)(value + walk.channel + half * 64 + part * 8), bytes);
+        copy16(to + OWN_VALUES + line * PITCH + part * 16, (u64)(value + walk.channel + part * 8), bytes);
         copy16(to + OWN_F + in_tile(line, part), (u64)(told.factor + own_line * CHUNK + part * 8), is_made && part / 2 <= line / 16 ? 16 : 0);
         if (part / 2 < line / 16)
             copy16(to + OWN_M + line * M_PITCH + part * 16, (u64)(told.before + own_line * CHUNK + part * 8), is_made ? 16 : 0);
@@ -158,19 +151,18 @@ __device__ inline void ask_open(const Told& told, const Walk& walk, u32 to) {
 // Copy lines of PARTS parts of 16 bytes, of tokens from `from` on: four at a time, so that one does not wait for another.
 template <int PARTS_OF_LINE, class Source, class Goal>
 __device__ inline void keep_lines(const Walk& walk, int from, Source source, Goal goal) {
-    constexpr int lanes = BESIDE ? 128 : THREADS;
     int count = (walk.end - from) * PARTS_OF_LINE;
 #pragma unroll 1
-    for (int first = BESIDE ? helper() : thread(); first < count; first += 4 * lanes) {
+    for (int first = own_lane(); first < count; first += 4 * LANES) {
         Four given[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            int line = min(first + i * lanes, count - 1);
+            int line = min(first + i * LANES, count - 1);
             given[i] = read(source(walk.token + from + line / PARTS_OF_LINE - walk.computed) + line % PARTS_OF_LINE * 16);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            int line = first + i * lanes;
+            int line = first + i * LANES;
             u64 to = line < count ? goal(from + line / PARTS_OF_LINE) : 0;
             if (to) write(to + line % PARTS_OF_LINE * 16, given[i]);
         }
@@ -205,34 +197,40 @@ __device__ inline Two written(u32 even, u32 odd) {
 }
 
 // Weigh a chunk's keys by what is left of them at its end.
-__device__ inline void weigh(u32 own, u32 to, float last) {
+__device__ inline void weigh(u32 own, u32 to, int last) {
+    u32 line = own_lane() / 8, at = in_tile(line, own_lane() % 8);
+    float sum = number(get(own + OWN_SUMS + last * 4)), weight[CHUNK / LINES];
+    Four key[2 * CHUNK / LINES];
 #pragma unroll
-    for (int step = 0; step < CHUNK; step += LINES) {
-        int line = helper() / 8 + step;
-        float weight = exponential(less(last, number(get(own + OWN_SUMS + line * 4))));
+    for (int i = 0; i < 2 * CHUNK / LINES; ++i) key[i] = get4(own + at + i % 2 * TILE + i / 2 * LINES * 128);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            u32 at = half * TILE + in_tile(line - step, thread() % 8) + step * 128;
-            Four key = get4(own + at);
+    for (int i = 0; i < CHUNK / LINES; ++i) weight[i] = number(get(own + OWN_SUMS + (line + i * LINES) * 4));
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                key.x[i] = pack(times(widened(key.x[i] & 0xffff), weight), times(widened(key.x[i] >> 16), weight));
-            put4(to + at, key);
+    for (int i = 0; i < CHUNK / LINES; ++i) weight[i] = exponential(less(sum, weight[i]));
+#pragma unroll
+    for (int i = 0; i < 2 * CHUNK / LINES; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            u32 pair = key[i].x[j];
+            key[i].x[j] = pack(times(widened(pair & 0xffff), weight[i / 2]), times(widened(pair >> 16), weight[i / 2]));
         }
+        put4(to + at + i % 2 * TILE + i / 2 * LINES * 128, key[i]);
     }
 }
 
-// Write the results of the chunk at `begin`.
-__device__ inline void write_results(const Told& told, const Walk& walk, int begin, u32 from) {
-    int line = helper() / 8, part = thread() % 8;
+// Write the results of the chunk at `begin`, which lie where its values were.
+__device__ inline void write_results(const Told& told, const Walk& walk, int begin, u32 own) {
+    int line = own_lane() / 8, part = own_lane() % 8;
     i64 token = walk.token + begin - walk.computed + line;
     u64 goal = (u64)(told.out + token * HEADS * SIZE + walk.channel + part * 8);
+    Four given[CHUNK / LINES];
 #pragma unroll
-    for (int step = 0; step < CHUNK; step += LINES)
+    for (int i = 0; i < CHUNK / LINES; ++i) given[i] = get4(own + OWN_VALUES + (line + i * LINES) * PITCH + part * 16);
 #pragma unroll
-        for (int half = 0; half < GROUPS; ++half)
-            if (line + step < walk.end - begin && line + step >= walk.computed - begin)
-                write(goal + (step * HEADS * SIZE + half * 64) * 2, get4(from + (line + step) * PITCH + part * 16 + half * 128));
+    for (int i = 0; i < CHUNK / LINES; ++i) {
+        int at = begin + line + i * LINES;
+        if (at < walk.end && at >= walk.computed) write(goal + i * LINES * HEADS * SIZE * 2, given[i]);
+    }
 }
 
 // Where the head's state behind `border` tokens is kept; -1: it is not.
@@ -250,60 +248,38 @@ __device__ inline void write_keys(float* goal, int eight, const float (&state)[4
         write2((u64)(goal + (eight * 8 + i) * SIZE), Two{{bits_of(state[i]), bits_of(state[2 + i])}});
 }
 
-// The same on its way. to: of its first key and channel in a quarter.
-__device__ inline void stage_keys(u32 to, int eight, const float (&state)[4]) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-        put2(to + (eight * 8 + i) * STAGE_PITCH, Two{{bits_of(state[i]), bits_of(state[2 + i])}});
-}
-
-// Write a quarter that all of a group have staged. goal: of its first key and the group's first channel.
-__device__ inline void write_quarter(float* goal, u32 from) {
-    u32 line = thread() % 128 / 16, part = thread() % 16;
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-        if (STREAM) write_last((u64)(goal + (line + 8 * i) * SIZE + part * 4), get4(from + (line + 8 * i) * STAGE_PITCH + part * 16));
-        else write((u64)(goal + (line + 8 * i) * SIZE + part * 4), get4(from + (line + 8 * i) * STAGE_PITCH + part * 16));
-}
-
-// Of a state that is on its way two quarters of each group.
-__device__ inline void write_half(const Told& told, const Walk& walk, i64 goal, int half, u32 base) {
-    float* kept = told.state + goal + walk.channel % SIZE;
-#pragma unroll
-    for (int i = 0; i < 2 * GROUPS; ++i)
-        write_quarter(kept + (2 * half + i % 2) * 32 * SIZE + i / 2 * 64, base + STAGE + (i / 2 * 4 + 2 * half + i % 2) * QUARTER);
-}
-
 // What the four warps do that help.
 __device__ inline void help(const Told& told, const Walk& walk, u32 base, int kept_from) {
     if (BESIDE) wait_for(told, walk, walk.begin);
     else wait_for_before();
     if (walk.begin < walk.computed) ask_open(told, walk, base);
     else ask(told, walk, walk.begin, base);
-    if (!BESIDE) keep(told, walk, kept_from);
-    if (walk.end - walk.begin > CHUNK) wait_for(told, walk, walk.begin + CHUNK);
-    i64 goal = -1;
-    int begin = walk.begin, turn = 0;
-    for (; begin < walk.end; begin += CHUNK, turn ^= 1) {
-        u32 own = base + turn * CHUNK_BYTES, next = base + (turn ^ 1) * CHUNK_BYTES;
-        bool is_last = walk.end - begin <= CHUNK;
-        arrived<0>();
+    int end = walk.end, begin = walk.begin, turn = 0;
+    u32 before = base + 2 * CHUNK_BYTES, own = base, next = base + CHUNK_BYTES;
+    auto ask_for = [&](int begin, u32 to) {
+        if (begin < end) wait_for(told, walk, begin);
+        if (begin < end) ask(told, walk, begin, to);
+        else commit();
+    };
+    auto make_ready = [&](int begin, u32 at, int turn) {
+        arrived<1>();
+        some_together(1, LANES);
+        weigh(at, base + WEIGHTED + turn * 2 * TILE, min(end - begin, CHUNK) - 1);
         seen_by_groups();
+    };
+    ask_for(begin + CHUNK, next);
+    make_ready(begin, own, turn);
+    for (; begin < end; begin += CHUNK) {
         together();
-        if (begin > walk.begin) write_results(told, walk, begin - CHUNK, next + OWN_VALUES);  // where values go that are asked for
-        if (!is_last) ask(told, walk, begin + CHUNK, next);
-        weigh(own, base + WEIGHTED, number(get(own + OWN_SUMS + (min(walk.end - begin, CHUNK) - 1) * 4)));
-        if (goal >= 0) write_half(told, walk, goal, 1, base);
-        goal = begin > walk.begin ? state_at(told, walk, begin) : -1;
-        if (goal >= 0) tell_some(1, THREADS);
-        seen_by_groups();
-        together();
-        if (goal >= 0) write_half(told, walk, goal, 0, base);
-        if (walk.end - begin > 2 * CHUNK) wait_for(told, walk, begin + 2 * CHUNK);
+        if (begin > walk.begin) write_results(told, walk, begin - CHUNK, before);
+        ask_for(begin + 2 * CHUNK, before);
+        turn ^= 1;
+        if (begin + CHUNK < end) make_ready(begin + CHUNK, next, turn);
+        u32 free = before;
+        before = own, own = next, next = free;
     }
     together();
-    write_results(told, walk, begin - CHUNK, base + (turn ^ 1) * CHUNK_BYTES + OWN_VALUES);
-    if (goal >= 0) write_half(told, walk, goal, 1, base);
+    write_results(told, walk, begin - CHUNK, before);
     if (BESIDE) wait_for_before();
     if (BESIDE) keep(told, walk, kept_from);
 }
@@ -337,12 +313,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     walk.states = told.state_table + told.rows[row] * told.state_columns;
     walk.inputs = told.input_table + told.rows[row] * told.input_columns;
     int kept_from = max(walk.computed, (walk.end - 1) / CHUNK * CHUNK - CHUNK), held;
-    if (warp >= 4 * GROUPS) {
-        if (GROUPS == 2) give_registers<88>();
+    if (warp >= LANES / 32) {
         help(told, walk, base, kept_from);
         return;
     }
-    if (GROUPS == 2) take_registers<208>();
     u32 first = walk.channel % SIZE + warp * 16, lane_first = lane % 4 * 2 * SIZE + first + lane / 4 * 2;
     float state[16][4] = {};
     i64 source = walk.begin > 0 ? state_at(told, walk, walk.begin) : -1;
@@ -354,12 +328,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
                 state[j][i] = told.state[source + lane_first + (j * 8 + i % 2) * SIZE + i / 2];
     if (!BESIDE) wait_for_before();
     if (!BESIDE) keep(told, walk, kept_from);
-    u32 stage = base + STAGE + warp / 4 * 4 * QUARTER + lane % 4 * 2 * STAGE_PITCH + warp % 4 * 64 + lane / 4 * 8;
     int begin = walk.begin;
-    for (int turn = 0; begin < walk.end; begin += CHUNK, turn ^= 1) {
-        u32 own = base + turn * CHUNK_BYTES;
+    u32 own = base, weighted = base + WEIGHTED;
+    for (; begin < walk.end; begin += CHUNK) {
         int left = walk.end - begin;
-        together();  // the chunk is there, and nobody is behind
+        together();  // the chunk is there and weighed, and results of the one before are
         Four rounded[8], update[4];
         float begun[8][2];
 #pragma unroll
@@ -378,6 +351,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             group_multiply(of_query, rounded[step], own + QUERIES + step / 4 * TILE + step % 4 * 32);
         group_commit();
         i64 goal = begin > walk.begin ? state_at(told, walk, begin) : -1;
+        float* kept = told.state + goal + lane_first;
         float decay = exponential(number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4)));
         group_arrived<1>(of_key);
 #pragma unroll
@@ -430,24 +404,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             for (int j = block > 1 ? 2 * block : 0; j < (block > 0 ? 2 * block + 2 : 0); ++j)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) of_query[j][i] = times(begun[j][i % 2], of_query[j][i]);
-            if (goal >= 0) {  // of the chunk before: a few at a time, so that nothing waits behind them
-                if (block == 2) some_together(1, THREADS);  // the place is free
+            if (goal >= 0)  // of the chunk before: a few at a time, so that nothing waits behind them
 #pragma unroll
-                for (int j = 0; j < 4; ++j) stage_keys(stage + block * QUARTER, j, state[4 * block + j]);
-            }
+                for (int j = 4 * block; j < 4 * block + 4; ++j) write_keys(kept, j, state[j]);
 #pragma unroll
             for (int j = 4 * block; j < 4 * block + 4; ++j)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) state[j][i] = times(decay, state[j][i]);
         }
-        together();  // weighted keys are there, and results of the chunk before are written
         hold(update), hold(of_query), hold(state);
         group_begin();
 #pragma unroll
         for (int step = 0; step < 4; ++step) group_multiply(of_query, update[step], own + OWN_F + step * 32);
         group_commit();
 #pragma unroll
-        for (int step = 0; step < 4; ++step) group_multiply_turned(state, update[step], base + WEIGHTED + step * 2048, TILE);
+        for (int step = 0; step < 4; ++step) group_multiply_turned(state, update[step], weighted + step * 2048, TILE);
         group_commit();
         group_arrived<1>(of_query);
 #pragma unroll
@@ -465,6 +436,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
                 if (held > 0 && line < left && at >= kept_from) write2((u64)(told.update_kept + mine), own_update);
             }
         group_arrived<0>(state);
+        own = own == base + 2 * CHUNK_BYTES ? base : own + CHUNK_BYTES;
+        weighted = weighted == base + WEIGHTED ? weighted + 2 * TILE : base + WEIGHTED;
     }
     together();
     i64 goal = walk.end % CHUNK ? -1 : state_at(told, walk, walk.end);

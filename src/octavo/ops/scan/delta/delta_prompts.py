@@ -7,18 +7,13 @@ a warp's registers, where Triton turns operands in shared memory between them. I
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Iterator
-from contextvars import ContextVar
 
 import torch
 
 from octavo.ops.scan.delta import loading
 
 serves, macros = loading.serves, loading.macros
-GROUPS = 1, 2  # of a block
-_compared: ContextVar[int] = ContextVar("groups", default=0)  # 0: nothing is compared
 
 
 class Told(ctypes.Structure):
@@ -38,29 +33,10 @@ class Told(ctypes.Structure):
     ]
 
 
-def groups_of(num_heads: int, processors: int) -> int:
-    """Warp groups of a block, of 64 channels of a head each: one, with four warps to help it, if all then run at once.
-
-    num_heads: of all rows.
-    """
-    return 1 if 2 * num_heads <= processors else 2
-
-
-@contextlib.contextmanager
-def with_groups(groups: int) -> Iterator[None]:
-    """Whatever the number of rows, blocks have so many groups meanwhile: to compare the bits of either kernel."""
-    token = _compared.set(groups)
-    try:
-        yield
-    finally:
-        _compared.reset(token)
-
-
-def shared_bytes(groups: int) -> int:
-    """Of a block: two chunks' operands, and weighted keys and results of one."""
-    pitch = 128 * groups + 16
-    chunk = 5 * 64 * 128 + 64 * (pitch + 112 + 96) + 512
-    return 2 * (-(-chunk // 1024) * 1024) + 2 * 64 * 128 + groups * 128 * 272
+def shared_bytes() -> int:
+    """Of a block: three chunks' operands, and weighted keys of two."""
+    chunk = 5 * 64 * 128 + 64 * (144 + 112 + 96) + 512
+    return 3 * (-(-chunk // 1024) * 1024) + 4 * 64 * 128
 
 
 FEWEST_CHUNKS = 64  # of a step, whose chunks are made ready beside the walk
@@ -69,27 +45,17 @@ FEWEST_CHUNKS = 64  # of a step, whose chunks are made ready beside the walk
 def processors_beside(num_chunks: int, num_heads: int, device: torch.device) -> int:
     """Those that make chunks ready while the others walk; 0: one comes behind the other. num_heads: of all rows."""
     count = loading.processors(device)
-    return count - min(walkers(num_heads, count // 2), count // 2) if num_chunks >= FEWEST_CHUNKS else 0
-
-
-def walkers(num_heads: int, processors: int) -> int:
-    """Blocks that walk."""
-    return num_heads * 2 // (_compared.get() or groups_of(num_heads, processors))
+    return count - 2 * num_heads if num_chunks >= FEWEST_CHUNKS and 2 * num_heads <= count // 2 else 0
 
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
-    """Whether the kernel is there, in all its forms: see `loading`."""
-    forms = [{**own, "GROUPS": n, "BESIDE": beside} for n in GROUPS for beside in (0, 1)]
-    return all([loading.is_found("delta_prompts", shared_bytes(int(form["GROUPS"])), form, device) for form in forms])
+    """Whether the kernel is there, in both forms: see `loading`."""
+    forms = [{**own, "BESIDE": beside} for beside in (0, 1)]
+    return all([loading.is_found("delta_prompts", shared_bytes(), form, device) for form in forms])
 
 
 def launch(told: Told, num_rows: int, own: dict[str, int | str], device: torch.device) -> None:
     """Run it. Ask `is_loaded` first."""
-    num_heads = num_rows * int(own["HEADS"])
-    count = loading.processors(device)
-    if told.made:
-        count //= 2
-    blocks = walkers(num_heads, count)
-    groups, beside = num_heads * 2 // blocks, int(bool(told.made))
-    macros = {**own, "GROUPS": groups, "BESIDE": beside}
-    loading.run("delta_prompts", told, blocks, 128 * groups + 128, shared_bytes(groups), macros, device)
+    macros = {**own, "BESIDE": int(bool(told.made))}
+    blocks = 2 * num_rows * int(own["HEADS"])
+    loading.run("delta_prompts", told, blocks, 256, shared_bytes(), macros, device)
