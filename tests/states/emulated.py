@@ -72,8 +72,9 @@ def emulated(blocks: int, *, beside: int = 0, compares: bool = False) -> Iterato
     def walk(told: delta_prompts.Told, num_rows: int, own: dict[str, int | str], _: torch.device) -> None:
         assert delta_prompts in loaded or not compares
         launches.append("delta_prompts")
-        own, blocks = {**own, "BESIDE": int(bool(told.made))}, num_rows * int(own["HEADS"]) * 2
-        _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), blocks, 256)
+        groups = delta_prompts.groups_of(0, 0)
+        own, blocks = {**own, "GROUPS": groups, "BESIDE": int(bool(told.made))}, num_rows * int(own["HEADS"]) * 2 // groups
+        _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), blocks, 128 * groups + 128)
 
     def prepare(told: delta_prepare.Told, own: dict[str, int | str], _: torch.device, processors: int = 0) -> None:
         assert delta_prepare in loaded or not compares

@@ -250,6 +250,8 @@ static void multiply(float (&sum)[4], const Four& a, const Two& b) {
 }
 template <int N> static void hold(float (&)[N][4]) {}
 template <int N> static void hold(Four (&)[N]) {}
+template <int COUNT> static void take_registers() {}
+template <int COUNT> static void give_registers() {}
 static void seen_by_groups() {}
 static void group_begin() {}
 static void group_commit() {}

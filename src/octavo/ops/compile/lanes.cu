@@ -135,6 +135,9 @@ template <int N> __device__ inline void hold(Four (&given)[N]) {
 #pragma unroll
     for (int i = 0; i < N * 4; ++i) asm volatile("" : "+r"(given[i / 4].x[i % 4]) :: "memory");
 }
+// Of a warp group's lanes: how many registers each has from here on.
+template <int COUNT> __device__ inline void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }
+template <int COUNT> __device__ inline void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }
 __device__ inline void seen_by_groups() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void group_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

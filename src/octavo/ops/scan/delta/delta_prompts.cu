@@ -17,8 +17,9 @@
 #ifndef BESIDE
 #define BESIDE 0
 #endif
-#define THREADS 256
-#define CHANNELS 64
+#define THREADS (128 * GROUPS + 128)
+#define CHANNELS (64 * GROUPS)
+#define BUFFERS (GROUPS == 1 ? 3 : 2)  // of chunks' operands
 #define PARTS (SIZE / CHANNELS)  // blocks of a head
 
 struct Told {
@@ -51,7 +52,7 @@ struct Told {
 #define OWN_SUMS (OWN_T + CHUNK * T_PITCH)
 #define OWN_RATES (OWN_SUMS + CHUNK * 4)
 #define CHUNK_BYTES ((OWN_RATES + CHUNK * 4 + 1023) / 1024 * 1024)
-#define WEIGHTED (3 * CHUNK_BYTES)
+#define WEIGHTED (BUFFERS * CHUNK_BYTES)
 
 // Of a tile, where 16 bytes of a line lie.
 __device__ inline u32 in_tile(u32 line, u32 part) { return line * 128 + (part ^ line % 8) * 16; }
@@ -95,7 +96,9 @@ __device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to
             copy16(tile + half * TILE + step * 128, key + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
             copy16(tile + QUERIES + half * TILE + step * 128, query + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
         }
-        copy16(to + OWN_VALUES + (line + step) * PITCH + part * 16, value + step * told.value_row * 2, bytes);
+#pragma unroll
+        for (int half = 0; half < GROUPS; ++half)
+            copy16(to + OWN_VALUES + (line + step) * PITCH + part * 16 + half * 128, value + (step * told.value_row + half * 64) * 2, bytes);
         copy16(tile + OWN_F + step * 128, factor + step * HEADS * CHUNK * 2, is_made && part / 2 <= block_line ? 16 : 0);
         if (part / 2 < block_line)
             copy16(to + OWN_M + (line + step) * M_PITCH + part * 16, before + step * HEADS * CHUNK * 2, is_made ? 16 : 0);
@@ -136,7 +139,8 @@ __device__ inline void ask_open(const Told& told, const Walk& walk, u32 to) {
             copy16(tile, (u64)(key + half * 64 + part * 8), bytes);
             copy16(tile + QUERIES, (u64)(query + half * 64 + part * 8), is_old ? 0 : bytes);
         }
-        copy16(to + OWN_VALUES + line * PITCH + part * 16, (u64)(value + walk.channel + part * 8), bytes);
+        for (int half = 0; half < GROUPS; ++half)
+            copy16(to + OWN_VALUES + line * PITCH + part * 16 + half * 128, (u64)(value + walk.channel + half * 64 + part * 8), bytes);
         copy16(to + OWN_F + in_tile(line, part), (u64)(told.factor + own_line * CHUNK + part * 8), is_made && part / 2 <= line / 16 ? 16 : 0);
         if (part / 2 < line / 16)
             copy16(to + OWN_M + line * M_PITCH + part * 16, (u64)(told.before + own_line * CHUNK + part * 8), is_made ? 16 : 0);
@@ -223,13 +227,15 @@ __device__ inline void write_results(const Told& told, const Walk& walk, int beg
     int line = own_lane() / 8, part = own_lane() % 8;
     i64 token = walk.token + begin - walk.computed + line;
     u64 goal = (u64)(told.out + token * HEADS * SIZE + walk.channel + part * 8);
-    Four given[CHUNK / LINES];
+    constexpr int count = CHUNK / LINES * GROUPS;
+    Four given[count];
 #pragma unroll
-    for (int i = 0; i < CHUNK / LINES; ++i) given[i] = get4(own + OWN_VALUES + (line + i * LINES) * PITCH + part * 16);
+    for (int i = 0; i < count; ++i)
+        given[i] = get4(own + OWN_VALUES + (line + i / GROUPS * LINES) * PITCH + part * 16 + i % GROUPS * 128);
 #pragma unroll
-    for (int i = 0; i < CHUNK / LINES; ++i) {
-        int at = begin + line + i * LINES;
-        if (at < walk.end && at >= walk.computed) write(goal + i * LINES * HEADS * SIZE * 2, given[i]);
+    for (int i = 0; i < count; ++i) {
+        int at = begin + line + i / GROUPS * LINES;
+        if (at < walk.end && at >= walk.computed) write(goal + (i / GROUPS * LINES * HEADS * SIZE + i % GROUPS * 64) * 2, given[i]);
     }
 }
 
@@ -255,28 +261,28 @@ __device__ inline void help(const Told& told, const Walk& walk, u32 base, int ke
     if (walk.begin < walk.computed) ask_open(told, walk, base);
     else ask(told, walk, walk.begin, base);
     int end = walk.end, begin = walk.begin, turn = 0;
-    u32 before = base + 2 * CHUNK_BYTES, own = base, next = base + CHUNK_BYTES;
+    u32 own = base, next = base + CHUNK_BYTES, before = base + (BUFFERS - 1) * CHUNK_BYTES;
     auto ask_for = [&](int begin, u32 to) {
         if (begin < end) wait_for(told, walk, begin);
         if (begin < end) ask(told, walk, begin, to);
         else commit();
     };
     auto make_ready = [&](int begin, u32 at, int turn) {
-        arrived<1>();
+        arrived<BUFFERS - 2>();
         some_together(1, LANES);
         weigh(at, base + WEIGHTED + turn * 2 * TILE, min(end - begin, CHUNK) - 1);
         seen_by_groups();
     };
-    ask_for(begin + CHUNK, next);
+    if (BUFFERS > 2) ask_for(begin + CHUNK, next);
     make_ready(begin, own, turn);
     for (; begin < end; begin += CHUNK) {
         together();
         if (begin > walk.begin) write_results(told, walk, begin - CHUNK, before);
-        ask_for(begin + 2 * CHUNK, before);
+        ask_for(begin + (BUFFERS - 1) * CHUNK, before);
         turn ^= 1;
         if (begin + CHUNK < end) make_ready(begin + CHUNK, next, turn);
         u32 free = before;
-        before = own, own = next, next = free;
+        before = own, own = next, next = BUFFERS > 2 ? free : before;
     }
     together();
     write_results(told, walk, begin - CHUNK, before);
@@ -313,10 +319,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     walk.states = told.state_table + told.rows[row] * told.state_columns;
     walk.inputs = told.input_table + told.rows[row] * told.input_columns;
     int kept_from = max(walk.computed, (walk.end - 1) / CHUNK * CHUNK - CHUNK), held;
-    if (warp >= LANES / 32) {
+    if (warp >= 4 * GROUPS) {
+        if (GROUPS == 2) give_registers<88>();
         help(told, walk, base, kept_from);
         return;
     }
+    if (GROUPS == 2) take_registers<208>();
     u32 first = walk.channel % SIZE + warp * 16, lane_first = lane % 4 * 2 * SIZE + first + lane / 4 * 2;
     float state[16][4] = {};
     i64 source = walk.begin > 0 ? state_at(told, walk, walk.begin) : -1;
@@ -327,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             for (int i = 0; i < 4; ++i)
                 state[j][i] = told.state[source + lane_first + (j * 8 + i % 2) * SIZE + i / 2];
     if (!BESIDE) wait_for_before();
-    if (!BESIDE) keep(told, walk, kept_from);
+    if (!BESIDE && warp < 4) keep(told, walk, kept_from);
     int begin = walk.begin;
     u32 own = base, weighted = base + WEIGHTED;
     for (; begin < walk.end; begin += CHUNK) {
@@ -436,7 +444,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
                 if (held > 0 && line < left && at >= kept_from) write2((u64)(told.update_kept + mine), own_update);
             }
         group_arrived<0>(state);
-        own = own == base + 2 * CHUNK_BYTES ? base : own + CHUNK_BYTES;
+        own = own == base + (BUFFERS - 1) * CHUNK_BYTES ? base : own + CHUNK_BYTES;
         weighted = weighted == base + WEIGHTED ? weighted + 2 * TILE : base + WEIGHTED;
     }
     together();

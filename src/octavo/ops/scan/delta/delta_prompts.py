@@ -33,10 +33,16 @@ class Told(ctypes.Structure):
     ]
 
 
-def shared_bytes() -> int:
-    """Of a block: three chunks' operands, and weighted keys of two."""
-    chunk = 5 * 64 * 128 + 64 * (144 + 112 + 96) + 512
-    return 3 * (-(-chunk // 1024) * 1024) + 4 * 64 * 128
+def groups_of(num_heads: int, processors: int) -> int:
+    """Warp groups of a block, of 64 channels of a head each. num_heads: of all rows."""
+    return 1
+
+
+def shared_bytes(groups: int) -> int:
+    """Of a block: three chunks' operands or two, and weighted keys of two."""
+    pitch, buffers = 128 * groups + 16, 4 - groups
+    chunk = 5 * 64 * 128 + 64 * (pitch + 112 + 96) + 512
+    return buffers * (-(-chunk // 1024) * 1024) + 4 * 64 * 128
 
 
 FEWEST_CHUNKS = 64  # of a step, whose chunks are made ready beside the walk
@@ -49,13 +55,14 @@ def processors_beside(num_chunks: int, num_heads: int, device: torch.device) -> 
 
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
-    """Whether the kernel is there, in both forms: see `loading`."""
-    forms = [{**own, "BESIDE": beside} for beside in (0, 1)]
-    return all([loading.is_found("delta_prompts", shared_bytes(), form, device) for form in forms])
+    """Whether the kernel is there, in all its forms: see `loading`."""
+    forms = [{**own, "GROUPS": n, "BESIDE": beside} for n in (1, 2) for beside in (0, 1)]
+    return all([loading.is_found("delta_prompts", shared_bytes(int(form["GROUPS"])), form, device) for form in forms])
 
 
 def launch(told: Told, num_rows: int, own: dict[str, int | str], device: torch.device) -> None:
     """Run it. Ask `is_loaded` first."""
-    macros = {**own, "BESIDE": int(bool(told.made))}
-    blocks = 2 * num_rows * int(own["HEADS"])
-    loading.run("delta_prompts", told, blocks, 256, shared_bytes(), macros, device)
+    num_heads = num_rows * int(own["HEADS"])
+    groups = groups_of(num_heads, loading.processors(device))
+    macros = {**own, "GROUPS": groups, "BESIDE": int(bool(told.made))}
+    loading.run("delta_prompts", told, 2 * num_heads // groups, 128 * groups + 128, shared_bytes(groups), macros, device)
