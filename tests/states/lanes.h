@@ -273,13 +273,15 @@ template <int N, class F> static void multiply_by(float (&sum)[N][4], const Four
         }
     });
 }
-static void group_multiply(float (&sum)[8][4], const Four& a, u32 at) {
+template <int N> static void multiply_lines(float (&sum)[N][4], const Four& a, u32 at) {
     if (at % 32 || at / 128 % 8) abort();
     multiply_by(sum, a, [at](u32 k, u32 n) {
         u32 inner = at % 128 + k * 2;
         return at / 128 * 128 + n * 128 + (inner / 16 ^ n % 8) * 16 + inner % 16;
     });
 }
+static void group_multiply(float (&sum)[8][4], const Four& a, u32 at) { multiply_lines(sum, a, at); }
+static void group_multiply_wide(float (&sum)[16][4], const Four& a, u32 at) { multiply_lines(sum, a, at); }
 static void group_multiply_turned(float (&sum)[16][4], const Four& a, u32 at, u32 apart) {
     if (at % 1024 || apart % 1024) abort();
     multiply_by(sum, a, [=](u32 k, u32 n) { return at + n / 64 * apart + k * 128 + (n % 64 / 8 ^ k % 8) * 16 + n % 8 * 2; });

@@ -41,7 +41,16 @@ struct Told {
 // In shared memory: three chunks' operands, then weighted keys of two. Keys and queries are two tiles of 64 channels, f
 // is one: see `in_tile`. Results take the place of values.
 #define TILE (CHUNK * 128)
+#ifndef JOINED
+#define JOINED 0
+#endif
+#if JOINED
+#define QUERIES TILE
+#define HALF_TILE (2 * TILE)  // to the other 64 channels
+#else
 #define QUERIES (2 * TILE)
+#define HALF_TILE TILE
+#endif
 #define OWN_F (4 * TILE)
 #define OWN_VALUES (5 * TILE)
 #define PITCH (2 * CHANNELS + 16)  // of values and results
@@ -93,8 +102,8 @@ __device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to
         bool is_made = block_line * 16 < left;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            copy16(tile + half * TILE + step * 128, key + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
-            copy16(tile + QUERIES + half * TILE + step * 128, query + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
+            copy16(tile + half * HALF_TILE + step * 128, key + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
+            copy16(tile + QUERIES + half * HALF_TILE + step * 128, query + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
         }
 #pragma unroll
         for (int half = 0; half < GROUPS; ++half)
@@ -135,7 +144,7 @@ __device__ inline void ask_open(const Told& told, const Walk& walk, u32 to) {
             rate = told.rate_kept + place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, rates, held);
         }
         for (int half = 0; half < 2; ++half) {
-            u32 tile = to + half * TILE + in_tile(line, part);
+            u32 tile = to + half * HALF_TILE + in_tile(line, part);
             copy16(tile, (u64)(key + half * 64 + part * 8), bytes);
             copy16(tile + QUERIES, (u64)(query + half * 64 + part * 8), is_old ? 0 : bytes);
         }
@@ -206,7 +215,7 @@ __device__ inline void weigh(u32 own, u32 to, int last) {
     float sum = number(get(own + OWN_SUMS + last * 4)), weight[CHUNK / LINES];
     Four key[2 * CHUNK / LINES];
 #pragma unroll
-    for (int i = 0; i < 2 * CHUNK / LINES; ++i) key[i] = get4(own + at + i % 2 * TILE + i / 2 * LINES * 128);
+    for (int i = 0; i < 2 * CHUNK / LINES; ++i) key[i] = get4(own + at + i % 2 * HALF_TILE + i / 2 * LINES * 128);
 #pragma unroll
     for (int i = 0; i < CHUNK / LINES; ++i) weight[i] = number(get(own + OWN_SUMS + (line + i * LINES) * 4));
 #pragma unroll
@@ -348,6 +357,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 rounded[step].x[i] = pack(state[2 * step + i / 2][i % 2 * 2], state[2 * step + i / 2][i % 2 * 2 + 1]);
+#if JOINED
+        float of_both[16][4] = {};
+        float (&of_key)[8][4] = *(float(*)[8][4])&of_both[0], (&of_query)[8][4] = *(float(*)[8][4])&of_both[8];
+        hold(rounded), hold(of_both);
+        group_begin();
+#pragma unroll
+        for (int step = 0; step < 8; ++step) group_multiply_wide(of_both, rounded[step], own + step / 4 * HALF_TILE + step % 4 * 32);
+        group_commit();
+#else
         float of_key[8][4] = {}, of_query[8][4] = {};
         hold(rounded), hold(of_key), hold(of_query);
         group_begin();
@@ -358,10 +376,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
         for (int step = 0; step < 8; ++step)
             group_multiply(of_query, rounded[step], own + QUERIES + step / 4 * TILE + step % 4 * 32);
         group_commit();
+#endif
         i64 goal = begin > walk.begin ? state_at(told, walk, begin) : -1;
         float* kept = told.state + goal + lane_first;
         float decay = exponential(number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4)));
+#if JOINED
+        group_arrived<0>(of_both);
+#else
         group_arrived<1>(of_key);
+#endif
 #pragma unroll
         for (int block = 0; block < 4; ++block) {
             float of_m[2][4] = {};
@@ -407,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
                     update[block].x[2 * half] = lows(values[half].x[0], values[half].x[1]);
                     update[block].x[2 * half + 1] = highs(values[half].x[0], values[half].x[1]);
                 }
-            if (block == 1) group_arrived<0>(of_query);
+            if (!JOINED && block == 1) group_arrived<0>(of_query);
 #pragma unroll
             for (int j = block > 1 ? 2 * block : 0; j < (block > 0 ? 2 * block + 2 : 0); ++j)
 #pragma unroll
