@@ -41,6 +41,9 @@ struct Told {
 // In shared memory: three chunks' operands, then weighted keys of two. Keys and queries are two tiles of 64 channels, f
 // is one: see `in_tile`. Results take the place of values.
 #define TILE (CHUNK * 128)
+#ifndef EARLY
+#define EARLY 0
+#endif
 #ifndef JOINED
 #define JOINED 0
 #endif
@@ -380,6 +383,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
         i64 goal = begin > walk.begin ? state_at(told, walk, begin) : -1;
         float* kept = told.state + goal + lane_first;
         float decay = exponential(number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4)));
+        Two values[8], rates[8];  // of 8 tokens: of two of them a word, of both channels
+        auto look_up = [&](int eight) {
+            u32 token = eight * 8 + lane % 4 * 2;
+            Two sums = get2(own + OWN_SUMS + token * 4);
+            rates[eight] = get2(own + OWN_RATES + token * 4);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                values[eight].x[i] = get(own + OWN_VALUES + (token + i) * PITCH + warp * 32 + lane / 4 * 4);
+                begun[eight][i] = exponential(number(sums.x[i]));
+            }
+        };
+        auto move_on = [&](int block) {
+            if (goal >= 0)  // of the chunk before: a few at a time, so that nothing waits behind them
+#pragma unroll
+                for (int j = 4 * block; j < 4 * block + 4; ++j) write_keys(kept, j, state[j]);
+#pragma unroll
+            for (int j = 4 * block; j < 4 * block + 4; ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) state[j][i] = times(decay, state[j][i]);
+        };
+        if (EARLY > 1)
+#pragma unroll
+            for (int eight = 0; eight < 8; ++eight) look_up(eight);
+        if (EARLY)
+#pragma unroll
+            for (int block = 0; block < 4; ++block) move_on(block);
 #if JOINED
         group_arrived<0>(of_both);
 #else
@@ -395,22 +424,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
                 for (int half = 0; half < 2; ++half)
                     multiply(of_m[half], update[other], Two{{m.x[2 * half], m.x[2 * half + 1]}});
             }
-            Two values[2];  // of 8 tokens: of two of them a word, of both channels
             Four even, odd;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                u32 at = (block * 16 + half * 8 + lane % 4 * 2) * 4;
-                Two sums = get2(own + OWN_SUMS + at), rates = get2(own + OWN_RATES + at);
-#pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    values[half].x[i] = get(own + OWN_VALUES + (at / 4 + i) * PITCH + warp * 32 + lane / 4 * 4);
-#pragma unroll
-                for (int i = 0; i < 2; ++i) begun[2 * block + half][i] = exponential(number(sums.x[i]));
+                if (EARLY < 2) look_up(2 * block + half);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    u32 word = values[half].x[i % 2];
+                    u32 word = values[2 * block + half].x[i % 2];
                     float right = less(widened(i / 2 ? word >> 16 : word & 0xffff), times(begun[2 * block + half][i % 2], of_key[2 * block + half][i]));
-                    float rest = less(times(number(rates.x[i % 2]), right), of_m[half][i]);
+                    float rest = less(times(number(rates[2 * block + half].x[i % 2]), right), of_m[half][i]);
                     (i % 2 ? odd : even).x[half * 2 + i / 2] = bits_of(rest);
                 }
             }
@@ -427,21 +449,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             if (begin + block * 16 + 16 <= walk.computed)  // it is there, as values
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    update[block].x[2 * half] = lows(values[half].x[0], values[half].x[1]);
-                    update[block].x[2 * half + 1] = highs(values[half].x[0], values[half].x[1]);
+                    update[block].x[2 * half] = lows(values[2 * block + half].x[0], values[2 * block + half].x[1]);
+                    update[block].x[2 * half + 1] = highs(values[2 * block + half].x[0], values[2 * block + half].x[1]);
                 }
             if (!JOINED && block == 1) group_arrived<0>(of_query);
 #pragma unroll
             for (int j = block > 1 ? 2 * block : 0; j < (block > 0 ? 2 * block + 2 : 0); ++j)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) of_query[j][i] = times(begun[j][i % 2], of_query[j][i]);
-            if (goal >= 0)  // of the chunk before: a few at a time, so that nothing waits behind them
-#pragma unroll
-                for (int j = 4 * block; j < 4 * block + 4; ++j) write_keys(kept, j, state[j]);
-#pragma unroll
-            for (int j = 4 * block; j < 4 * block + 4; ++j)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) state[j][i] = times(decay, state[j][i]);
+            if (!EARLY) move_on(block);
         }
         hold(update), hold(of_query), hold(state);
         group_begin();
