@@ -41,6 +41,13 @@ struct Told {
 // In shared memory: three chunks' operands, then weighted keys of two. Keys and queries are two tiles of 64 channels, f
 // is one: see `in_tile`. Results take the place of values.
 #define TILE (CHUNK * 128)
+#ifdef CLOCKS
+#define MARK(n) \
+    if (thread() % 128 == 0 && block() % 61 == 0 && block() < 123 && (begin - walk.begin) / CHUNK >= 8 && (begin - walk.begin) / CHUNK < 16) \
+        ((u64*)told.made)[((block() / 61 * 4 + thread() / 128) * 8 + (begin - walk.begin) / CHUNK - 8) * 8 + n] = clock64();
+#else
+#define MARK(n)
+#endif
 #ifndef EARLY
 #define EARLY 0
 #endif
@@ -281,6 +288,7 @@ __device__ inline void help(const Told& told, const Walk& walk, u32 base, int ke
     };
     auto make_ready = [&](int begin, u32 at, int turn) {
         arrived<BUFFERS - 2>();
+        MARK(4)
         some_together(1, LANES);
         weigh(at, base + WEIGHTED + turn * 2 * TILE, min(end - begin, CHUNK) - 1);
         seen_by_groups();
@@ -288,9 +296,13 @@ __device__ inline void help(const Told& told, const Walk& walk, u32 base, int ke
     if (BUFFERS > 2) ask_for(begin + CHUNK, next);
     make_ready(begin, own, turn);
     for (; begin < end; begin += CHUNK) {
+        MARK(0)
         together();
+        MARK(1)
         if (begin > walk.begin) write_results(told, walk, begin - CHUNK, before);
+        MARK(2)
         ask_for(begin + (BUFFERS - 1) * CHUNK, before);
+        MARK(3)
         turn ^= 1;
         if (begin + CHUNK < end) make_ready(begin + CHUNK, next, turn);
         u32 free = before;
@@ -352,7 +364,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     u32 own = base, weighted = base + WEIGHTED;
     for (; begin < walk.end; begin += CHUNK) {
         int left = walk.end - begin;
+        MARK(0)
         together();  // the chunk is there and weighed, and results of the one before are
+        MARK(1)
         Four rounded[8], update[4];
         float begun[8][2];
 #pragma unroll
@@ -414,6 +428,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
 #else
         group_arrived<1>(of_key);
 #endif
+        MARK(2)
 #pragma unroll
         for (int block = 0; block < 4; ++block) {
             float of_m[2][4] = {};
@@ -459,6 +474,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
                 for (int i = 0; i < 4; ++i) of_query[j][i] = times(begun[j][i % 2], of_query[j][i]);
             if (!EARLY) move_on(block);
         }
+        MARK(3)
         hold(update), hold(of_query), hold(state);
         group_begin();
 #pragma unroll
@@ -468,6 +484,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
         for (int step = 0; step < 4; ++step) group_multiply_turned(state, update[step], weighted + step * 2048, TILE);
         group_commit();
         group_arrived<1>(of_query);
+        MARK(4)
 #pragma unroll
         for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -483,6 +500,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
                 if (held > 0 && line < left && at >= kept_from) write2((u64)(told.update_kept + mine), own_update);
             }
         group_arrived<0>(state);
+        MARK(5)
         own = own == base + (BUFFERS - 1) * CHUNK_BYTES ? base : own + CHUNK_BYTES;
         weighted = weighted == base + WEIGHTED ? weighted + 2 * TILE : base + WEIGHTED;
     }
