@@ -43,8 +43,8 @@ struct Told {
 #define TILE (CHUNK * 128)
 #ifdef CLOCKS
 #define MARK(n) \
-    if (thread() % 128 == 0 && block() % 61 == 0 && block() < 123 && (begin - walk.begin) / CHUNK >= 8 && (begin - walk.begin) / CHUNK < 16) \
-        ((u64*)told.made)[((block() / 61 * 4 + thread() / 128) * 8 + (begin - walk.begin) / CHUNK - 8) * 8 + n] = clock64();
+    if (threadIdx.x % 128 == 0 && blockIdx.x % 61 == 0 && blockIdx.x < 123 && (begin - walk.begin) / CHUNK >= 8 && (begin - walk.begin) / CHUNK < 16) \
+        ((u64*)told.made)[((blockIdx.x / 61 * 4 + threadIdx.x / 128) * 8 + (begin - walk.begin) / CHUNK - 8) * 8 + n] = clock64();
 #else
 #define MARK(n)
 #endif
