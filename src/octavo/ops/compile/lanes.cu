@@ -131,6 +131,7 @@ template <int N> __device__ inline void hold(float (&sums)[N][4]) {  // they cha
 #pragma unroll
     for (int i = 0; i < N * 4; ++i) asm volatile("" : "+f"(sums[i / 4][i % 4]) :: "memory");
 }
+__device__ inline void hold(int& x) { asm volatile("" : "+r"(x)); }
 template <int N> __device__ inline void hold(Four (&given)[N]) {
 #pragma unroll
     for (int i = 0; i < N * 4; ++i) asm volatile("" : "+r"(given[i / 4].x[i % 4]) :: "memory");
