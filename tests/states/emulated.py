@@ -72,7 +72,7 @@ def emulated(blocks: int, *, beside: int = 0, compares: bool = False) -> Iterato
     def walk(told: delta_prompts.Told, num_rows: int, own: dict[str, int | str], _: torch.device) -> None:
         assert delta_prompts in loaded or not compares
         launches.append("delta_prompts")
-        groups = delta_prompts.groups_of(0, 0)
+        groups = delta_prompts._compared.get() or delta_prompts.groups_of(1, 1)
         own, blocks = {**own, "GROUPS": groups, "BESIDE": int(bool(told.made))}, num_rows * int(own["HEADS"]) * 2 // groups
         _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), blocks, 128 * groups + 128)
 

@@ -7,13 +7,18 @@ a warp's registers, where Triton turns operands in shared memory between them. I
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 
 from octavo.ops.scan.delta import loading
 
 serves, macros = loading.serves, loading.macros
+GROUPS = 1, 2  # of a block
+_compared: ContextVar[int] = ContextVar("groups", default=0)  # 0: nothing is compared
 
 
 class Told(ctypes.Structure):
@@ -34,8 +39,18 @@ class Told(ctypes.Structure):
 
 
 def groups_of(num_heads: int, processors: int) -> int:
-    """Warp groups of a block, of 64 channels of a head each. num_heads: of all rows."""
-    return 1
+    """Warp groups of a block, of 64 channels of a head each: one if all then run at once. num_heads: of all rows."""
+    return 1 if 2 * num_heads <= processors else 2
+
+
+@contextlib.contextmanager
+def with_groups(groups: int) -> Iterator[None]:
+    """Whatever the number of rows, blocks have so many groups meanwhile: to compare the bits of either kernel."""
+    token = _compared.set(groups)
+    try:
+        yield
+    finally:
+        _compared.reset(token)
 
 
 def shared_bytes(groups: int) -> int:
@@ -56,13 +71,13 @@ def processors_beside(num_chunks: int, num_heads: int, device: torch.device) -> 
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
     """Whether the kernel is there, in all its forms: see `loading`."""
-    forms = [{**own, "GROUPS": n, "BESIDE": beside} for n in (1, 2) for beside in (0, 1)]
+    forms = [{**own, "GROUPS": n, "BESIDE": beside} for n in GROUPS for beside in (0, 1)]
     return all([loading.is_found("delta_prompts", shared_bytes(int(form["GROUPS"])), form, device) for form in forms])
 
 
 def launch(told: Told, num_rows: int, own: dict[str, int | str], device: torch.device) -> None:
     """Run it. Ask `is_loaded` first."""
     num_heads = num_rows * int(own["HEADS"])
-    groups = groups_of(num_heads, loading.processors(device))
+    groups = _compared.get() or groups_of(num_heads, loading.processors(device))
     macros = {**own, "GROUPS": groups, "BESIDE": int(bool(told.made))}
     loading.run("delta_prompts", told, 2 * num_heads // groups, 128 * groups + 128, shared_bytes(groups), macros, device)
