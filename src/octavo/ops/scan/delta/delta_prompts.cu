@@ -317,7 +317,7 @@ __device__ inline void help(const Told& told, const Walk& walk, u32 base, int ke
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __grid_constant__ Told told) {
     constexpr Form updates{UPDATE_FORM};
     extern __shared__ __align__(1024) unsigned char memory[];
-    u32 base = (u32)__cvta_generic_to_shared(memory), warp = thread() / 32, lane = thread() % 32;
+    u32 base = (u32)__cvta_generic_to_shared(memory), warp = from_lane(thread() / 32, 0), lane = thread() % 32;
     int row = *told.num_ahead + block() / (HEADS * PARTS);
     bool is_row = row < told.num_rows;
     if (!is_row) row = 0;
@@ -361,8 +361,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     if (!BESIDE) wait_for_before();
     if (!BESIDE && warp < 4) keep(told, walk, kept_from);
     int begin = walk.begin;
-    u32 own = base, weighted = base + WEIGHTED;
+    int turn = 0, half_turn = 0;
+#pragma unroll 1
     for (; begin < walk.end; begin += CHUNK) {
+        u32 own = base + turn * CHUNK_BYTES, weighted = base + WEIGHTED + half_turn * 2 * TILE;
         int left = walk.end - begin;
         MARK(0)
         together();  // the chunk is there and weighed, and results of the one before are
@@ -501,8 +503,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             }
         group_arrived<0>(state);
         MARK(5)
-        own = own == base + (BUFFERS - 1) * CHUNK_BYTES ? base : own + CHUNK_BYTES;
-        weighted = weighted == base + WEIGHTED ? weighted + 2 * TILE : base + WEIGHTED;
+        turn = turn == BUFFERS - 1 ? 0 : turn + 1, half_turn ^= 1;
     }
     together();
     i64 goal = walk.end % CHUNK ? -1 : state_at(told, walk, walk.end);
