@@ -52,10 +52,10 @@ def _library(kernel: str, macros: tuple[tuple[str, int | str], ...]) -> ctypes.C
 
 
 @contextlib.contextmanager
-def emulated(blocks: int, *, beside: int = 0, compares: bool = False) -> Iterator[list[str]]:
+def emulated(blocks: int, *, groups: int = 2, compares: bool = False) -> Iterator[list[str]]:
     """Within, they serve tensors of a CPU; `delta_step` by so many blocks at most. Lists launches by name.
 
-    compares: with Triton's first, where one that is not loaded is not launched.
+    groups: of a block of `delta_prompts`. compares: with Triton's first, where one that is not loaded is not launched.
     """
     launches: list[str] = []
     loaded = set[ModuleType]()
@@ -72,23 +72,19 @@ def emulated(blocks: int, *, beside: int = 0, compares: bool = False) -> Iterato
     def walk(told: delta_prompts.Told, num_rows: int, own: dict[str, int | str], _: torch.device) -> None:
         assert delta_prompts in loaded or not compares
         launches.append("delta_prompts")
-        groups = delta_prompts._compared.get() or delta_prompts.groups_of(1, 1)
-        own, blocks = {**own, "GROUPS": groups, "BESIDE": int(bool(told.made))}, num_rows * int(own["HEADS"]) * 2 // groups
-        _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), blocks, 128 * groups + 128)
+        heads = num_rows * int(own["HEADS"])
+        own, blocks = {**own, "GROUPS": groups}, heads * 2 // groups
+        _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), blocks, delta_prompts.threads_of(groups))
 
-    def prepare(told: delta_prepare.Told, own: dict[str, int | str], _: torch.device, processors: int = 0) -> None:
+    def prepare(told: delta_prepare.Told, num_chunks: int, own: dict[str, int | str], _: torch.device) -> None:
         assert delta_prepare in loaded or not compares
         launches.append("delta_prepare")
-        blocks, threads = told.num_chunks * int(own["KEY_HEADS"]), 256
-        if processors:
-            own, blocks, threads = {**own, "BESIDE": 1}, processors, 256 * int(own["RESIDENT"])
-        _library("delta_prepare", tuple(own.items())).run(ctypes.byref(told), blocks, threads)
+        blocks = num_chunks * int(own["KEY_HEADS"])
+        _library("delta_prepare", tuple(own.items())).run(ctypes.byref(told), blocks, 256)
 
     with (
         unittest.mock.patch.multiple(delta_step, launch=launch, **shared(delta_step)),
-        unittest.mock.patch.multiple(
-            delta_prompts, launch=walk, processors_beside=lambda *_: beside, **shared(delta_prompts)
-        ),
+        unittest.mock.patch.multiple(delta_prompts, launch=walk, **shared(delta_prompts)),
         unittest.mock.patch.multiple(delta_prepare, launch=prepare, **shared(delta_prepare)),
         unittest.mock.patch.object(delta_gpu, "_agrees", delta_gpu._agrees if compares else lambda *_: True),
     ):

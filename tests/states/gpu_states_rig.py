@@ -231,14 +231,14 @@ def one_kernel_decodes(heads: tuple[int, int], begins: Sequence[int], steps: int
         assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max()
 
 
-def prompts_in_cuda(beside: int, *kernels: ModuleType) -> None:
+def prompts_in_cuda(groups: int, *kernels: ModuleType) -> None:
     """The delta rule's, lanes on a CPU, beside Triton's: from a state on, within a block, and an open chunk."""
     case = rig.CASES["delta"](torch.float16, 1, 2, 128, 128)
     drawn = rig.draw_all(case, (151, 70, 121))
     found = []
     for copied in ((), kernels):
         own = unittest.mock.patch.multiple(delta_gpu, _COPIED=copied)
-        with own, emulated(3, beside=beside) as launches:
+        with own, emulated(3, groups=groups) as launches:
             rows = rig.Rows(case, GpuStates(), drawn, block_size=64)
             rows.compute({1: 70, 0: 64, 2: 21})
             rows.padded = 1
@@ -318,7 +318,7 @@ def several_heads_decode() -> None:
 
 _DECODED = {f"{name} decodes": lambda name=name: check_decoding("cpu", name, torch.float32) for name in MAKERS}
 _ONE = (((1, 2), (63, 30, 15, 1), 3), ((1, 4), (66, 47), 1)) if COMPILER else ()
-_OF_PROMPTS = ((0, delta_prompts), (0, delta_prepare, delta_prompts), (2, delta_prepare, delta_prompts)) if COMPILER else ()
+_OF_PROMPTS = ((2, delta_prompts), (1, delta_prepare, delta_prompts)) if COMPILER else ()
 INTERPRETED = (
     {name: lambda name=name: interpreted(name) for name in MAKERS}
     | _DECODED

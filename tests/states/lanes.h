@@ -58,7 +58,6 @@ static void some_together(u32 barrier, u32 count) { meet(2 + barrier, count); }
 static u32 heard[16];
 static void tell_some(u32 barrier, u32) { ++heard[barrier]; }
 static void warp_together() { meet(1); }
-static void seen_by_all() {}
 static void let_next_begin() {}
 static void wait_for_before() {}
 static void begin_lane() {
@@ -130,8 +129,6 @@ static Four get4(u32 at) { Four x; if (at % 16) abort(); memcpy(&x, memory + at,
 static void put(u32 at, u32 x) { memcpy(memory + at, &x, 4); }
 static void put4(u32 at, const Four& y) { if (at % 16) abort(); memcpy(memory + at, &y, 16); }
 static Four read(u64 at) { Four y; if (at % 16) abort(); memcpy(&y, (void*)at, 16); return y; }
-static u32 read_told(u64 at) { u32 x; if (at % 4) abort(); memcpy(&x, (void*)at, 4); return x; }
-static void tell_all(u64 at, u32 x) { if (at % 4) abort(); memcpy((void*)at, &x, 4); }
 static u32 read1(u64 at) { u32 x; if (at % 4) abort(); memcpy(&x, (void*)at, 4); return x; }
 static void write2(u64 at, const Two& y) { if (at % 8) abort(); memcpy((void*)at, &y, 8); }
 static void write(u64 at, const Four& y) { if (at % 16) abort(); memcpy((void*)at, &y, 16); }
@@ -274,15 +271,13 @@ template <int N, class F> static void multiply_by(float (&sum)[N][4], const Four
         }
     });
 }
-template <int N> static void multiply_lines(float (&sum)[N][4], const Four& a, u32 at) {
+static void group_multiply(float (&sum)[8][4], const Four& a, u32 at) {
     if (at % 32 || at / 128 % 8) abort();
     multiply_by(sum, a, [at](u32 k, u32 n) {
         u32 inner = at % 128 + k * 2;
         return at / 128 * 128 + n * 128 + (inner / 16 ^ n % 8) * 16 + inner % 16;
     });
 }
-static void group_multiply(float (&sum)[8][4], const Four& a, u32 at) { multiply_lines(sum, a, at); }
-static void group_multiply_wide(float (&sum)[16][4], const Four& a, u32 at) { multiply_lines(sum, a, at); }
 static void group_multiply_turned(float (&sum)[16][4], const Four& a, u32 at, u32 apart) {
     if (at % 1024 || apart % 1024) abort();
     multiply_by(sum, a, [=](u32 k, u32 n) { return at + n / 64 * apart + k * 128 + (n % 64 / 8 ^ k % 8) * 16 + n % 8 * 2; });

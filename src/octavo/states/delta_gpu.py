@@ -185,15 +185,10 @@ def _scan_rows(
     is_prepared = is_copied and a.dtype == b.dtype == qkv.dtype and choose(delta_prepare, own, told, rule, qkv)
     if not is_prepared or side_by_side.current() is not None:  # those that it is compared with compile as well
         made = _ready(own, told, rule, given, walks)
-    told_made: Tensor | None = None
     if is_prepared:
-        num_chunks = len(qkv) // own.chunk + 2 * which[1]
-        beside = delta_prompts.processors_beside(num_chunks, which[1] * rule.num_heads, qkv.device)
-        if beside:
-            told_made = torch.empty(num_chunks, rule.num_key_heads, dtype=torch.int32, device=qkv.device)
-        made = _prepare(own, told, rule, given, which, told_made, beside)
+        made = _prepare(own, told, rule, given, which)
     if is_copied:
-        _walk(own, told, rule, qkv, made, out, which, told_made)
+        _walk(own, told, rule, qkv, made, out, which)
     if not is_copied or side_by_side.current() is not None:
         _scan(own, told, rule, qkv, made, out, which, walks)
     if step.max_query_len == 1:
@@ -251,15 +246,7 @@ def _ready(own: LayerStates, told: Told, rule: DeltaOperands, given: Given, by_c
     return query, key, total, rate, *_blocks(own, told, rule, query, key, total, rate, by_chunk)
 
 
-def _prepare(
-    own: LayerStates,
-    told: Told,
-    rule: DeltaOperands,
-    given: Given,
-    which: Which,
-    told_made: Tensor | None,
-    beside: int,
-) -> tuple[Tensor, ...]:
+def _prepare(own: LayerStates, told: Told, rule: DeltaOperands, given: Given, which: Which) -> tuple[Tensor, ...]:
     """What `_ready` makes by chunks, by `delta_prepare`, of those rows alone."""
     (qkv, a, b), step, count, heads = given, own.inputs, len(given[0]), rule.num_heads
     num_rows = len(step.rows)
@@ -273,9 +260,8 @@ def _prepare(
     taken = qkv, a, b, rule.decay, rule.dt_bias, *made, step.rows, step.query_start, step.seq_lens, which[0]
     places = [each.data_ptr() for each in (*taken, told.tables[2], key_kept, *sums_kept)]
     numbers = qkv.stride(0), a.stride(0), b.stride(0), told.tables[3], told.firsts[1], num_rows
-    flags = None if told_made is None else told_made.data_ptr()
-    to_tell = delta_prepare.Told(*places, *numbers, rule.key_size**-0.5, flags, count // own.chunk + 2 * which[1])
-    delta_prepare.launch(to_tell, macros, qkv.device, beside)
+    to_tell = delta_prepare.Told(*places, *numbers, rule.key_size**-0.5)
+    delta_prepare.launch(to_tell, count // own.chunk + 2 * which[1], macros, qkv.device)
     return made
 
 
@@ -287,7 +273,6 @@ def _walk(
     made: tuple[Tensor, ...],
     out: Tensor,
     which: Which,
-    told_made: Tensor | None,
 ) -> None:
     """What `delta_walk` and `delta_scan` do, by `delta_prompts`. made: see `_ready`."""
     step, kept, (query, key, *others) = own.inputs, told.kept, made
@@ -296,8 +281,7 @@ def _walk(
     given = query, key, qkv[:, 2 * rule.num_key_heads * rule.key_size :], *others, out
     places = *given, step.rows, step.query_start, step.seq_lens, which[0], state_table, input_table, *kept
     numbers = qkv.stride(0), state_columns, input_columns, *told.firsts, len(step.rows)
-    flags = None if told_made is None else told_made.data_ptr()
-    to_tell = delta_prompts.Told(*(each.data_ptr() for each in places), *numbers, flags)
+    to_tell = delta_prompts.Told(*(each.data_ptr() for each in places), *numbers)
     delta_prompts.launch(to_tell, which[1], macros, qkv.device)
 
 

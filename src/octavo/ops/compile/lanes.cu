@@ -32,7 +32,6 @@ __device__ inline void tell_some(u32 barrier, u32 count) {  // those who wait th
     asm volatile("bar.arrive %0, %1;" :: "r"(barrier), "r"(count) : "memory");
 }
 __device__ inline void warp_together() { __syncwarp(); }
-__device__ inline void seen_by_all() { __threadfence(); }
 __device__ inline void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ inline void wait_for_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
@@ -62,14 +61,6 @@ __device__ inline Four read(u64 at) {
     asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(y.x[0]), "=r"(y.x[1]), "=r"(y.x[2]), "=r"(y.x[3]) : "l"(at) : "memory");
     return y;
-}
-__device__ inline u32 read_told(u64 at) {  // and what was written ahead of it, of another block
-    u32 x;
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
-    return x;
-}
-__device__ inline void tell_all(u64 at, u32 x) {  // and what the block has written before it met
-    asm volatile("st.release.gpu.global.b32 [%0], %1;" :: "l"(at), "r"(x) : "memory");
 }
 __device__ inline u32 read1(u64 at) {
     u32 x;
@@ -167,21 +158,6 @@ __device__ inline void group_multiply(float (&sums)[8][4], const Four& a, u32 at
         "%24, %25, %26, %27, %28, %29, %30, %31}, "
         "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
         : SUMS(0) : FIRST, "l"(tile_at(at, 0)));
-}
-// By 128 lines of 16 numbers.
-__device__ inline void group_multiply_wide(float (&sums)[16][4], const Four& a, u32 at) {
-    asm volatile(
-        "{ .reg .pred p; setp.ne.b32 p, 1, 0; wgmma.mma_async.sync.aligned.m64n128k16" GROUP_TYPES "{"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, "
-        "%56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, p, 1, 1, 0; }"
-        : SUMS(0), SUMS(8) : FIRST, "l"(tile_at(at, 0)));
 }
 // By 16 lines of 128 columns, of which the second half is another tile.
 __device__ inline void group_multiply_turned(float (&sums)[16][4], const Four& a, u32 at, u32 apart) {

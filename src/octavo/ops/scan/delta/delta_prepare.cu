@@ -8,9 +8,6 @@
 // Invariant: the operations on a number are those of `normalize_keys`, `scan_gates` and `delta_chunks`, in the same
 // order. Nothing is written that `delta_prompts` does not read.
 
-#ifndef BESIDE
-#define BESIDE 0
-#endif
 #define THREADS 256
 #define WARPS 8
 #define PITCH 272
@@ -20,7 +17,7 @@
 #define TRIANGLES (ROOMS + WARPS / 2 * 16 * ROOM_PITCH)
 #define SUMS (TRIANGLES + PER * 4 * 1024)
 #define RATES (SUMS + PER * CHUNK * 4)
-#define CREW_BYTES (RATES + PER * CHUNK * 4)
+
 
 struct Told {
     const u16 *qkv, *a, *b;
@@ -36,14 +33,7 @@ struct Told {
     i64 qkv_row, a_row, b_row;
     int input_columns, input_first, num_rows;
     float scale;
-    u32* made;  // [chunks, KEY_HEADS]
-    int num_chunks;
 };
-
-__device__ inline void crew_together(u32 crew) {
-    if (BESIDE) some_together(1 + crew, THREADS);
-    else together();
-}
 
 // A row's chunk.
 struct Part {
@@ -53,29 +43,22 @@ struct Part {
     __device__ i64 fresh(int at) const { return (i64)token + at - computed; }
 };
 
-__device__ inline Part part_of(const Told& told, int item) {
-    int slot = item / KEY_HEADS, reach = BESIDE ? 2 : 1, ahead = *told.num_ahead, row = ahead;
+__device__ inline Part part_of(const Told& told) {
+    // The first ones last: they are walked first, and then lie in the L2.
+    int slot = (blocks() - 1 - block()) / KEY_HEADS, reach = 1, ahead = *told.num_ahead, row = ahead;
     if (ahead >= told.num_rows) return Part{};
     int before = told.query_start[ahead];
-    auto first_slot = [&](int row) { return (told.query_start[row] - before) / CHUNK + 2 * (row - ahead); };
     while (reach < told.num_rows - ahead) reach *= 2;
-    for (; reach > BESIDE; reach /= 2) {
+    for (; reach > 0; reach /= 2) {
         int next = row + reach;
-        if (next < told.num_rows && first_slot(next) <= slot) row = next;
-    }
-    if (BESIDE && row + 1 < told.num_rows) {  // of two rows in turn
-        int first = first_slot(row), second = first_slot(row + 1), third = first_slot(row + 2);
-        int both = min(second - first, third - second), at = slot - first;
-        bool is_second = at < 2 * both ? at % 2 : second - first < third - second;
-        row += is_second;
-        slot = (is_second ? second : first) + (at < 2 * both ? at / 2 : at - both);
+        if (next < told.num_rows && (told.query_start[next] - before) / CHUNK + 2 * (next - ahead) <= slot) row = next;
     }
     Part part;
     part.token = told.query_start[row], part.end = told.seq_lens[row];
     part.computed = part.end - (told.query_start[row + 1] - part.token);
     part.begin = part.computed / CHUNK * CHUNK + (slot - (part.token - before) / CHUNK - 2 * (row - ahead)) * CHUNK;
     part.first_block = part.token / 16 + 2 * row + (part.begin - part.computed / 16 * 16) / 16;
-    part.key_head = item % KEY_HEADS;
+    part.key_head = block() % KEY_HEADS;
     part.inputs = told.input_table + told.rows[row] * told.input_columns;
     return part;
 }
@@ -140,10 +123,10 @@ __device__ inline void norm(const Told& told, const Part& part, Given& given, u3
 }
 
 // What each token adds to a head's sum, or for one before the step its sum; and rates. A thread has one token.
-__device__ inline void gate(const Told& told, const Part& part, u32 base, u32 mine, bool keeps) {
+__device__ inline void gate(const Told& told, const Part& part, u32 base, bool keeps) {
     constexpr Form totals{TOTAL_FORM}, rates{RATE_FORM};
-    if (mine >= PER * CHUNK) return;
-    int own = mine / CHUNK, at = part.begin + mine % CHUNK, head = part.key_head * PER + own, held;
+    if (thread() >= PER * CHUNK) return;
+    int own = thread() / CHUNK, at = part.begin + thread() % CHUNK, head = part.key_head * PER + own, held;
     float step = 0.0f, rate = 0.0f;
     if (part.is_new(at)) {
         i64 token = part.fresh(at);
@@ -161,8 +144,8 @@ __device__ inline void gate(const Told& told, const Part& part, u32 base, u32 mi
         where = kept_at(told, part, at, rates, held);
         rate = held > 0 ? told.rate_kept[where + head] : 0.0f;
     }
-    put(base + SUMS + mine * 4, bits_of(step));
-    put(base + RATES + mine * 4, bits_of(rate));
+    put(base + SUMS + thread() * 4, bits_of(step));
+    put(base + RATES + thread() * 4, bits_of(rate));
 }
 
 // A head's sums, one token behind the other.
@@ -183,7 +166,8 @@ __device__ inline void sum_up(const Part& part, u32 sums) {
 }
 
 // Of 16 tokens, T of two heads at once: a column a lane; see `octavo.ops.scan.delta.scan_gpu.inverse_rows`.
-__device__ inline void invert(u32 triangle, float* goal, u32 column) {
+__device__ inline void invert(u32 triangle, float* goal) {
+    u32 column = thread() % 16;
     float rows[16];
 #pragma unroll
     for (u32 line = 0; line < 16; ++line) {
@@ -259,18 +243,21 @@ __device__ inline void scale(const Told& told, const Part& part, u32 base, int b
     }
 }
 
-__device__ inline void make(const Told& told, u32 base, int item, u32 mine, u32 crew) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(const __grid_constant__ Told told) {
+    wait_for_before();
+    let_next_begin();
     constexpr Form totals{TOTAL_FORM};
-    u32 warp = mine / 32, lane = mine % 32;
-    Part part = part_of(told, item);
+    extern __shared__ __align__(128) unsigned char memory[];
+    u32 base = (u32)__cvta_generic_to_shared(memory), warp = thread() / 32, lane = thread() % 32;
+    Part part = part_of(told);
     if (part.begin >= part.end || part.computed < 0 || part.computed >= part.end) return;
     bool keeps = part.begin >= (part.end - 1) / CHUNK * CHUNK - CHUNK;  // chunks before are kept by no table
     Given given;
     ask(told, part, given, warp, lane);
-    gate(told, part, base, mine, keeps);
+    gate(told, part, base, keeps);
     norm(told, part, given, base, warp, lane);
-    crew_together(crew);
-    if (mine < PER) sum_up(part, base + SUMS + mine * CHUNK * 4);
+    together();
+    if (thread() < PER) sum_up(part, base + SUMS + thread() * CHUNK * 4);
     warp_together();
     bool is_factor = warp >= 4;
     int block = is_factor ? 7 - warp : warp, first = block * 16;  // of 16 tokens, and its first one within the chunk
@@ -287,10 +274,10 @@ __device__ inline void make(const Told& told, u32 base, int item, u32 mine, u32 
             multiply(alike[2 * other + 1], own, Two{{key.x[2], key.x[3]}});
         }
     }
-    crew_together(crew);  // sums are there
-    if (mine < PER * CHUNK && part.is_new(part.begin + mine % CHUNK)) {
-        int at = part.begin + mine % CHUNK, head = part.key_head * PER + mine / CHUNK, held;
-        float sum = number(get(base + SUMS + mine * 4));
+    together();  // sums are there
+    if (thread() < PER * CHUNK && part.is_new(part.begin + thread() % CHUNK)) {
+        int at = part.begin + thread() % CHUNK, head = part.key_head * PER + thread() / CHUNK, held;
+        float sum = number(get(base + SUMS + thread() * 4));
         told.total[part.fresh(at) * HEADS + head] = sum;
         u64 goal = keeps ? kept_at(told, part, at, totals, held) : 0;
         if (keeps && held > 0) told.total_kept[goal + head] = sum;
@@ -301,32 +288,5 @@ __device__ inline void make(const Told& told, u32 base, int item, u32 mine, u32 
     if (is_factor) return;
     i64 made = ((i64)(part.first_block + block) * HEADS + part.key_head * PER) * 256;
     for (int head = lane / 16; head < PER; head += 2)
-        invert(base + TRIANGLES + (head * 4 + block) * 1024, told.inverse + made + head * 256, lane % 16);
+        invert(base + TRIANGLES + (head * 4 + block) * 1024, told.inverse + made + head * 256);
 }
-
-#if BESIDE
-// Crews of a block make a chunk each, then tell of it those who walk.
-extern "C" __global__ void __launch_bounds__(THREADS * RESIDENT, 1) delta_prepare(const __grid_constant__ Told told) {
-    extern __shared__ __align__(128) unsigned char memory[];
-    u32 crew = thread() / THREADS, mine = thread() % THREADS, base = (u32)__cvta_generic_to_shared(memory) + crew * CREW_BYTES;
-    int count = told.num_chunks * KEY_HEADS, step = blocks() * RESIDENT, first = crew * blocks() + block();
-    wait_for_before();
-    for (int item = first + mine * step; item < count; item += THREADS * step) told.made[item] = 0;
-    seen_by_all();
-    together();
-    let_next_begin();
-    for (int item = first; item < count; item += step) {
-        make(told, base, item, mine, crew);
-        crew_together(crew);
-        if (mine == 0) tell_all((u64)(told.made + item), 1);
-    }
-}
-#else
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(const __grid_constant__ Told told) {
-    extern __shared__ __align__(128) unsigned char memory[];
-    wait_for_before();
-    let_next_begin();
-    // The first ones last: they are walked first, and then lie in the L2.
-    make(told, (u32)__cvta_generic_to_shared(memory), blocks() - 1 - block(), thread(), 0);
-}
-#endif

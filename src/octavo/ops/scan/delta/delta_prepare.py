@@ -28,8 +28,6 @@ class Told(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("qkv_row", "a_row", "b_row")),
         *((name, ctypes.c_int) for name in ("input_columns", "input_first", "num_rows")),
         ("scale", ctypes.c_float),
-        ("made", ctypes.c_void_p),
-        ("num_chunks", ctypes.c_int),
     ]
 
 
@@ -44,16 +42,11 @@ def shared_bytes(own: dict[str, int | str]) -> int:
 
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
-    """Whether the kernel is there, in both forms: see `loading`."""
-    forms = (shared_bytes(own), own), (int(own["RESIDENT"]) * shared_bytes(own), {**own, "BESIDE": 1})
-    return all([loading.is_found("delta_prepare", shared, macros, device) for shared, macros in forms])
+    """Whether the kernel is there: see `loading`."""
+    return loading.is_found("delta_prepare", shared_bytes(own), own, device)
 
 
-def launch(told: Told, own: dict[str, int | str], device: torch.device, processors: int = 0) -> None:
-    """Run it. Ask `is_loaded` first. processors: those that it has for itself, while others walk; 0: all."""
-    shared, crews = shared_bytes(own), int(own["RESIDENT"])
-    if processors:
-        own = {**own, "BESIDE": 1}
-        loading.run("delta_prepare", told, processors, 256 * crews, crews * shared, own, device)
-    else:
-        loading.run("delta_prepare", told, told.num_chunks * int(own["KEY_HEADS"]), 256, shared, own, device)
+def launch(told: Told, num_chunks: int, own: dict[str, int | str], device: torch.device) -> None:
+    """Run it. Ask `is_loaded` first. num_chunks: of all rows, at most; two more of each."""
+    blocks = num_chunks * int(own["KEY_HEADS"])
+    loading.run("delta_prepare", told, blocks, 256, shared_bytes(own), own, device)

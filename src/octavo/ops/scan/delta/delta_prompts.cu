@@ -14,9 +14,6 @@
 // Invariant: the operations on a channel are those of `delta_walk` and `delta_scan`, in the same order; where those
 // multiply by zeros, they may be left out.
 
-#ifndef BESIDE
-#define BESIDE 0
-#endif
 #define THREADS (128 * GROUPS + 128)
 #define CHANNELS (64 * GROUPS)
 #define BUFFERS (GROUPS == 1 ? 3 : 2)  // of chunks' operands
@@ -35,32 +32,12 @@ struct Told {
     const float *total_kept, *rate_kept;
     i64 value_row;
     int state_columns, input_columns, state_first, input_first, num_rows;
-    u32* made;  // of `delta_prepare`
 };
 
 // In shared memory: three chunks' operands, then weighted keys of two. Keys and queries are two tiles of 64 channels, f
 // is one: see `in_tile`. Results take the place of values.
 #define TILE (CHUNK * 128)
-#ifdef CLOCKS
-#define MARK(n) \
-    if (threadIdx.x % 128 == 0 && blockIdx.x % 61 == 0 && blockIdx.x < 123 && (begin - walk.begin) / CHUNK >= 8 && (begin - walk.begin) / CHUNK < 16) \
-        ((u64*)told.made)[((blockIdx.x / 61 * 4 + threadIdx.x / 128) * 8 + (begin - walk.begin) / CHUNK - 8) * 8 + n] = clock64();
-#else
-#define MARK(n)
-#endif
-#ifndef EARLY
-#define EARLY 0
-#endif
-#ifndef JOINED
-#define JOINED 0
-#endif
-#if JOINED
-#define QUERIES TILE
-#define HALF_TILE (2 * TILE)  // to the other 64 channels
-#else
 #define QUERIES (2 * TILE)
-#define HALF_TILE TILE
-#endif
 #define OWN_F (4 * TILE)
 #define OWN_VALUES (5 * TILE)
 #define PITCH (2 * CHANNELS + 16)  // of values and results
@@ -80,16 +57,7 @@ __device__ inline u32 in_tile(u32 line, u32 part) { return line * 128 + (part ^ 
 struct Walk {
     int token, end, computed, begin, first_block, head, key_head, channel;  // first_block: of position 0
     const int *states, *inputs;
-    int first_item, odd, both;  // of `delta_prepare`: of the row's pair, of which `both` chunks are made in turn
 };
-
-// Wait until a chunk is made ready.
-__device__ inline void wait_for(const Told& told, const Walk& walk, int begin) {
-    if (!BESIDE) return;
-    int chunk = (begin - walk.begin) / CHUNK;
-    int item = walk.first_item + (chunk < walk.both ? 2 * chunk + walk.odd : walk.both + chunk);
-    while (!read_told((u64)(told.made + item * KEY_HEADS + walk.key_head)));
-}
 
 // Ask for a chunk's operands. Of tokens that are not there zeros come. A thread has one part of 16 bytes of every LINES-th
 // line, so that its addresses differ by constants.
@@ -112,8 +80,8 @@ __device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to
         bool is_made = block_line * 16 < left;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            copy16(tile + half * HALF_TILE + step * 128, key + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
-            copy16(tile + QUERIES + half * HALF_TILE + step * 128, query + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
+            copy16(tile + half * TILE + step * 128, key + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
+            copy16(tile + QUERIES + half * TILE + step * 128, query + (step * KEY_HEADS * SIZE + half * 64) * 2, bytes);
         }
 #pragma unroll
         for (int half = 0; half < GROUPS; ++half)
@@ -154,7 +122,7 @@ __device__ inline void ask_open(const Told& told, const Walk& walk, u32 to) {
             rate = told.rate_kept + place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, rates, held);
         }
         for (int half = 0; half < 2; ++half) {
-            u32 tile = to + half * HALF_TILE + in_tile(line, part);
+            u32 tile = to + half * TILE + in_tile(line, part);
             copy16(tile, (u64)(key + half * 64 + part * 8), bytes);
             copy16(tile + QUERIES, (u64)(query + half * 64 + part * 8), is_old ? 0 : bytes);
         }
@@ -225,7 +193,7 @@ __device__ inline void weigh(u32 own, u32 to, int last) {
     float sum = number(get(own + OWN_SUMS + last * 4)), weight[CHUNK / LINES];
     Four key[2 * CHUNK / LINES];
 #pragma unroll
-    for (int i = 0; i < 2 * CHUNK / LINES; ++i) key[i] = get4(own + at + i % 2 * HALF_TILE + i / 2 * LINES * 128);
+    for (int i = 0; i < 2 * CHUNK / LINES; ++i) key[i] = get4(own + at + i % 2 * TILE + i / 2 * LINES * 128);
 #pragma unroll
     for (int i = 0; i < CHUNK / LINES; ++i) weight[i] = number(get(own + OWN_SUMS + (line + i * LINES) * 4));
 #pragma unroll
@@ -274,21 +242,18 @@ __device__ inline void write_keys(float* goal, int eight, const float (&state)[4
 }
 
 // What the four warps do that help.
-__device__ inline void help(const Told& told, const Walk& walk, u32 base, int kept_from) {
-    if (BESIDE) wait_for(told, walk, walk.begin);
-    else wait_for_before();
+__device__ inline void help(const Told& told, const Walk& walk, u32 base) {
+    wait_for_before();
     if (walk.begin < walk.computed) ask_open(told, walk, base);
     else ask(told, walk, walk.begin, base);
     int end = walk.end, begin = walk.begin, turn = 0;
     u32 own = base, next = base + CHUNK_BYTES, before = base + (BUFFERS - 1) * CHUNK_BYTES;
     auto ask_for = [&](int begin, u32 to) {
-        if (begin < end) wait_for(told, walk, begin);
         if (begin < end) ask(told, walk, begin, to);
         else commit();
     };
     auto make_ready = [&](int begin, u32 at, int turn) {
         arrived<BUFFERS - 2>();
-        MARK(4)
         some_together(1, LANES);
         weigh(at, base + WEIGHTED + turn * 2 * TILE, min(end - begin, CHUNK) - 1);
         seen_by_groups();
@@ -296,13 +261,9 @@ __device__ inline void help(const Told& told, const Walk& walk, u32 base, int ke
     if (BUFFERS > 2) ask_for(begin + CHUNK, next);
     make_ready(begin, own, turn);
     for (; begin < end; begin += CHUNK) {
-        MARK(0)
         together();
-        MARK(1)
         if (begin > walk.begin) write_results(told, walk, begin - CHUNK, before);
-        MARK(2)
         ask_for(begin + (BUFFERS - 1) * CHUNK, before);
-        MARK(3)
         turn ^= 1;
         if (begin + CHUNK < end) make_ready(begin + CHUNK, next, turn);
         u32 free = before;
@@ -310,8 +271,6 @@ __device__ inline void help(const Told& told, const Walk& walk, u32 base, int ke
     }
     together();
     write_results(told, walk, begin - CHUNK, before);
-    if (BESIDE) wait_for_before();
-    if (BESIDE) keep(told, walk, kept_from);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __grid_constant__ Told told) {
@@ -328,14 +287,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
         wait_for_before();  // or the kernel behind would begin before what is ahead has ended
         return;
     }
-    if (BESIDE) {
-        int ahead = *told.num_ahead, before = told.query_start[ahead];
-        auto first_slot = [&](int row) { return (told.query_start[row] - before) / CHUNK + 2 * (row - ahead); };
-        int even = row - (row - ahead) % 2;
-        walk.first_item = first_slot(even), walk.odd = row - even, walk.both = 0;
-        if (even + 1 < told.num_rows)
-            walk.both = min(first_slot(even + 1) - walk.first_item, first_slot(even + 2) - first_slot(even + 1));
-    }
     walk.channel = block() % (HEADS * PARTS) * CHANNELS;
     walk.head = walk.channel / SIZE, walk.key_head = walk.head / (HEADS / KEY_HEADS);
     walk.begin = walk.computed / CHUNK * CHUNK;
@@ -345,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     int kept_from = max(walk.computed, (walk.end - 1) / CHUNK * CHUNK - CHUNK), held;
     if (warp >= 4 * GROUPS) {
         if (GROUPS == 2) give_registers<88>();
-        help(told, walk, base, kept_from);
+        help(told, walk, base);
         return;
     }
     if (GROUPS == 2) take_registers<208>();
@@ -358,17 +309,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 state[j][i] = told.state[source + lane_first + (j * 8 + i % 2) * SIZE + i / 2];
-    if (!BESIDE) wait_for_before();
-    if (!BESIDE && warp < 4) keep(told, walk, kept_from);
+    wait_for_before();
+    if (warp < 4) keep(told, walk, kept_from);
     int begin = walk.begin;
     int turn = 0, half_turn = 0;
 #pragma unroll 1
     for (; begin < walk.end; begin += CHUNK) {
         u32 own = base + turn * CHUNK_BYTES, weighted = base + WEIGHTED + half_turn * 2 * TILE;
         int left = walk.end - begin;
-        MARK(0)
         together();  // the chunk is there and weighed, and results of the one before are
-        MARK(1)
         Four rounded[8], update[4];
         float begun[8][2];
 #pragma unroll
@@ -376,15 +325,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 rounded[step].x[i] = pack(state[2 * step + i / 2][i % 2 * 2], state[2 * step + i / 2][i % 2 * 2 + 1]);
-#if JOINED
-        float of_both[16][4] = {};
-        float (&of_key)[8][4] = *(float(*)[8][4])&of_both[0], (&of_query)[8][4] = *(float(*)[8][4])&of_both[8];
-        hold(rounded), hold(of_both);
-        group_begin();
-#pragma unroll
-        for (int step = 0; step < 8; ++step) group_multiply_wide(of_both, rounded[step], own + step / 4 * HALF_TILE + step % 4 * 32);
-        group_commit();
-#else
         float of_key[8][4] = {}, of_query[8][4] = {};
         hold(rounded), hold(of_key), hold(of_query);
         group_begin();
@@ -395,42 +335,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
         for (int step = 0; step < 8; ++step)
             group_multiply(of_query, rounded[step], own + QUERIES + step / 4 * TILE + step % 4 * 32);
         group_commit();
-#endif
         i64 goal = begin > walk.begin ? state_at(told, walk, begin) : -1;
         float* kept = told.state + goal + lane_first;
         float decay = exponential(number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4)));
-        Two values[8], rates[8];  // of 8 tokens: of two of them a word, of both channels
-        auto look_up = [&](int eight) {
-            u32 token = eight * 8 + lane % 4 * 2;
-            Two sums = get2(own + OWN_SUMS + token * 4);
-            rates[eight] = get2(own + OWN_RATES + token * 4);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                values[eight].x[i] = get(own + OWN_VALUES + (token + i) * PITCH + warp * 32 + lane / 4 * 4);
-                begun[eight][i] = exponential(number(sums.x[i]));
-            }
-        };
-        auto move_on = [&](int block) {
-            if (goal >= 0)  // of the chunk before: a few at a time, so that nothing waits behind them
-#pragma unroll
-                for (int j = 4 * block; j < 4 * block + 4; ++j) write_keys(kept, j, state[j]);
-#pragma unroll
-            for (int j = 4 * block; j < 4 * block + 4; ++j)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) state[j][i] = times(decay, state[j][i]);
-        };
-        if (EARLY > 1)
-#pragma unroll
-            for (int eight = 0; eight < 8; ++eight) look_up(eight);
-        if (EARLY)
-#pragma unroll
-            for (int block = 0; block < 4; ++block) move_on(block);
-#if JOINED
-        group_arrived<0>(of_both);
-#else
         group_arrived<1>(of_key);
-#endif
-        MARK(2)
 #pragma unroll
         for (int block = 0; block < 4; ++block) {
             float of_m[2][4] = {};
@@ -441,15 +349,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
                 for (int half = 0; half < 2; ++half)
                     multiply(of_m[half], update[other], Two{{m.x[2 * half], m.x[2 * half + 1]}});
             }
+            Two values[2];  // of 8 tokens: of two of them a word, of both channels
             Four even, odd;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                if (EARLY < 2) look_up(2 * block + half);
+                u32 token = block * 16 + half * 8 + lane % 4 * 2;
+                Two sums = get2(own + OWN_SUMS + token * 4), rates = get2(own + OWN_RATES + token * 4);
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    values[half].x[i] = get(own + OWN_VALUES + (token + i) * PITCH + warp * 32 + lane / 4 * 4);
+                    begun[2 * block + half][i] = exponential(number(sums.x[i]));
+                }
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    u32 word = values[2 * block + half].x[i % 2];
+                    u32 word = values[half].x[i % 2];
                     float right = less(widened(i / 2 ? word >> 16 : word & 0xffff), times(begun[2 * block + half][i % 2], of_key[2 * block + half][i]));
-                    float rest = less(times(number(rates[2 * block + half].x[i % 2]), right), of_m[half][i]);
+                    float rest = less(times(number(rates.x[i % 2]), right), of_m[half][i]);
                     (i % 2 ? odd : even).x[half * 2 + i / 2] = bits_of(rest);
                 }
             }
@@ -466,17 +381,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             if (begin + block * 16 + 16 <= walk.computed)  // it is there, as values
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    update[block].x[2 * half] = lows(values[2 * block + half].x[0], values[2 * block + half].x[1]);
-                    update[block].x[2 * half + 1] = highs(values[2 * block + half].x[0], values[2 * block + half].x[1]);
+                    update[block].x[2 * half] = lows(values[half].x[0], values[half].x[1]);
+                    update[block].x[2 * half + 1] = highs(values[half].x[0], values[half].x[1]);
                 }
-            if (!JOINED && block == 1) group_arrived<0>(of_query);
+            if (block == 1) group_arrived<0>(of_query);
 #pragma unroll
             for (int j = block > 1 ? 2 * block : 0; j < (block > 0 ? 2 * block + 2 : 0); ++j)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) of_query[j][i] = times(begun[j][i % 2], of_query[j][i]);
-            if (!EARLY) move_on(block);
+            if (goal >= 0)  // of the chunk before: a few at a time, so that nothing waits behind them
+#pragma unroll
+                for (int j = 4 * block; j < 4 * block + 4; ++j) write_keys(kept, j, state[j]);
+#pragma unroll
+            for (int j = 4 * block; j < 4 * block + 4; ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) state[j][i] = times(decay, state[j][i]);
         }
-        MARK(3)
         hold(update), hold(of_query), hold(state);
         group_begin();
 #pragma unroll
@@ -486,7 +406,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
         for (int step = 0; step < 4; ++step) group_multiply_turned(state, update[step], weighted + step * 2048, TILE);
         group_commit();
         group_arrived<1>(of_query);
-        MARK(4)
 #pragma unroll
         for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -502,7 +421,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
                 if (held > 0 && line < left && at >= kept_from) write2((u64)(told.update_kept + mine), own_update);
             }
         group_arrived<0>(state);
-        MARK(5)
         turn = turn == BUFFERS - 1 ? 0 : turn + 1, half_turn ^= 1;
     }
     together();
@@ -511,5 +429,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     if (goal >= 0)
 #pragma unroll
         for (int j = 0; j < 16; ++j) write_keys(kept, j, state[j]);
-    if (BESIDE) wait_for_before();
 }

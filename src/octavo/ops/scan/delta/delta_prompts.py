@@ -34,7 +34,6 @@ class Told(ctypes.Structure):
             (name, ctypes.c_int)
             for name in ("state_columns", "input_columns", "state_first", "input_first", "num_rows")
         ),
-        ("made", ctypes.c_void_p),
     ]
 
 
@@ -53,6 +52,11 @@ def with_groups(groups: int) -> Iterator[None]:
         _compared.reset(token)
 
 
+def threads_of(groups: int) -> int:
+    """Of a block: its groups', and those of four warps that help."""
+    return 128 * groups + 128
+
+
 def shared_bytes(groups: int) -> int:
     """Of a block: three chunks' operands or two, and weighted keys of two."""
     pitch, buffers = 128 * groups + 16, 4 - groups
@@ -60,24 +64,15 @@ def shared_bytes(groups: int) -> int:
     return buffers * (-(-chunk // 1024) * 1024) + 4 * 64 * 128
 
 
-FEWEST_CHUNKS = 64  # of a step, whose chunks are made ready beside the walk
-
-
-def processors_beside(num_chunks: int, num_heads: int, device: torch.device) -> int:
-    """Those that make chunks ready while the others walk; 0: one comes behind the other. num_heads: of all rows."""
-    count = loading.processors(device)
-    return count - 2 * num_heads if num_chunks >= FEWEST_CHUNKS and 2 * num_heads <= count // 2 else 0
-
-
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
-    """Whether the kernel is there, in all its forms: see `loading`."""
-    forms = [{**own, "GROUPS": n, "BESIDE": beside} for n in GROUPS for beside in (0, 1)]
-    return all([loading.is_found("delta_prompts", shared_bytes(int(form["GROUPS"])), form, device) for form in forms])
+    """Whether the kernel is there, for both numbers of groups: see `loading`."""
+    found = [loading.is_found("delta_prompts", shared_bytes(n), {**own, "GROUPS": n}, device) for n in GROUPS]
+    return all(found)
 
 
 def launch(told: Told, num_rows: int, own: dict[str, int | str], device: torch.device) -> None:
     """Run it. Ask `is_loaded` first."""
     num_heads = num_rows * int(own["HEADS"])
     groups = _compared.get() or groups_of(num_heads, loading.processors(device))
-    macros = {**own, "GROUPS": groups, "BESIDE": int(bool(told.made))}
-    loading.run("delta_prompts", told, 2 * num_heads // groups, 128 * groups + 128, shared_bytes(groups), macros, device)
+    blocks, shared = num_heads * 2 // groups, shared_bytes(groups)
+    loading.run("delta_prompts", told, blocks, threads_of(groups), shared, {**own, "GROUPS": groups}, device)
