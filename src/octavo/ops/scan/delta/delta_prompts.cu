@@ -1,12 +1,12 @@
 // The gated delta rule over prompts: chunks walked one behind the other. Told of by delta_prompts.py.
 //
-// A block has a row and 64 channels of a head: a warp group's, a warp 16 of them, whose state it holds in registers,
-// transposed: [channels, keys]; a lane has two neighbours of each pair of keys. So are all products: what one gives, as
-// the matrix unit lays it, is what the next takes for its first operand. From k S to T's, M's, f's and the next state's
-// no lane waits for another's numbers. Second operands are a chunk's keys, queries, M, f and T in shared memory. Products
-// of all 64 tokens are the group's, which reads an operand once for its four warps; those of M and T, between which a
-// block of 16 tokens waits for the one before it, are a warp's. Four warps more help: while a chunk is computed they
-// write the results of the one before it, weigh the keys of the next, and ask for the one behind that.
+// A block has a row and 64 * GROUPS channels of a head; a warp 16 of them, whose state it holds in registers, transposed:
+// [channels, keys]. A lane has two neighbouring channels. So are all products: what one gives, as the matrix unit lays
+// it, is what the next takes for its first operand. From k S to T's, M's, f's and the next state's no lane waits for
+// another's numbers. Second operands are a chunk's keys, queries, M, f and T in shared memory. Products of all 64 tokens
+// are a warp group's, which reads an operand once for its four warps; those of M and T, between which a block of 16
+// tokens waits for the one before it, are a warp's. Four warps more help: while a chunk is computed they write the
+// results of the one before it, ask for one that comes, and weigh the keys of the next.
 //
 // A step may begin within a chunk, which then has the tokens before as they are kept, and the updates of whole blocks of
 // 16 before.
@@ -14,10 +14,11 @@
 // Invariant: the operations on a channel are those of `delta_walk` and `delta_scan`, in the same order; where those
 // multiply by zeros, they may be left out.
 
-#define THREADS (128 * GROUPS + 128)
+#define LANES 128  // of a group, or that help
+#define THREADS (LANES * GROUPS + LANES)
 #define CHANNELS (64 * GROUPS)
-#define BUFFERS (GROUPS == 1 ? 3 : 2)  // of chunks' operands
-#define PARTS (SIZE / CHANNELS)  // blocks of a head
+#define BUFFERS (4 - GROUPS)      // chunks whose operands there is room for
+#define PARTS (SIZE / CHANNELS)   // blocks of a head
 
 struct Told {
     const u16 *query, *key, *value;  // normed, [T, KEY_HEADS, SIZE]; value within rows of qkv
@@ -34,7 +35,7 @@ struct Told {
     int state_columns, input_columns, state_first, input_first, num_rows;
 };
 
-// In shared memory: three chunks' operands, then weighted keys of two. Keys and queries are two tiles of 64 channels, f
+// In shared memory: chunks' operands, then weighted keys of two chunks. Keys and queries are two tiles of 64 channels, f
 // is one: see `in_tile`. Results take the place of values.
 #define TILE (CHUNK * 128)
 #define QUERIES (2 * TILE)
@@ -50,6 +51,9 @@ struct Told {
 #define CHUNK_BYTES ((OWN_RATES + CHUNK * 4 + 1023) / 1024 * 1024)
 #define WEIGHTED (BUFFERS * CHUNK_BYTES)
 
+#define LINES (LANES / 8)  // of which those that help have 16 bytes each
+__device__ inline u32 own_lane() { return thread() % LANES; }
+
 // Of a tile, where 16 bytes of a line lie.
 __device__ inline u32 in_tile(u32 line, u32 part) { return line * 128 + (part ^ line % 8) * 16; }
 
@@ -61,9 +65,6 @@ struct Walk {
 
 // Ask for a chunk's operands. Of tokens that are not there zeros come. A thread has one part of 16 bytes of every LINES-th
 // line, so that its addresses differ by constants.
-#define LANES 128  // that compute, or help
-#define LINES (LANES / 8)
-__device__ inline u32 own_lane() { return thread() % LANES; }
 __device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to) {
     int left = walk.end - begin, line = own_lane() / 8, part = thread() % 8;
     i64 token = walk.token + begin - walk.computed + line;
@@ -139,7 +140,7 @@ __device__ inline void ask_open(const Told& told, const Walk& walk, u32 to) {
     commit();
 }
 
-// Copy lines of PARTS parts of 16 bytes, of tokens from `from` on: four at a time, so that one does not wait for another.
+// Copy lines of 16-byte parts, of tokens from `from` on: four parts at a time, so that none waits for another.
 template <int PARTS_OF_LINE, class Source, class Goal>
 __device__ inline void keep_lines(const Walk& walk, int from, Source source, Goal goal) {
     int count = (walk.end - from) * PARTS_OF_LINE;
@@ -241,7 +242,7 @@ __device__ inline void write_keys(float* goal, int eight, const float (&state)[4
         write2((u64)(goal + (eight * 8 + i) * SIZE), Two{{bits_of(state[i]), bits_of(state[2 + i])}});
 }
 
-// What the four warps do that help.
+// What the four warps do that help. With room for three chunks they ask for one two ahead, else for the next.
 __device__ inline void help(const Told& told, const Walk& walk, u32 base) {
     wait_for_before();
     if (walk.begin < walk.computed) ask_open(told, walk, base);
@@ -276,7 +277,8 @@ __device__ inline void help(const Told& told, const Walk& walk, u32 base) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __grid_constant__ Told told) {
     constexpr Form updates{UPDATE_FORM};
     extern __shared__ __align__(1024) unsigned char memory[];
-    u32 base = (u32)__cvta_generic_to_shared(memory), warp = from_lane(thread() / 32, 0), lane = thread() % 32;
+    u32 base = (u32)__cvta_generic_to_shared(memory), lane = thread() % 32;
+    u32 warp = from_lane(thread() / 32, 0);  // one for the warp: so are addresses of products, which the compiler then sees
     int row = *told.num_ahead + block() / (HEADS * PARTS);
     bool is_row = row < told.num_rows;
     if (!is_row) row = 0;
@@ -295,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     walk.inputs = told.input_table + told.rows[row] * told.input_columns;
     int kept_from = max(walk.computed, (walk.end - 1) / CHUNK * CHUNK - CHUNK), held;
     if (warp >= 4 * GROUPS) {
-        if (GROUPS == 2) give_registers<88>();
+        if (GROUPS == 2) give_registers<88>();  // of 168
         help(told, walk, base);
         return;
     }
@@ -311,8 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
                 state[j][i] = told.state[source + lane_first + (j * 8 + i % 2) * SIZE + i / 2];
     wait_for_before();
     if (warp < 4) keep(told, walk, kept_from);
-    int begin = walk.begin;
-    int turn = 0, half_turn = 0;
+    int begin = walk.begin, turn = 0, half_turn = 0;
 #pragma unroll 1
     for (; begin < walk.end; begin += CHUNK) {
         u32 own = base + turn * CHUNK_BYTES, weighted = base + WEIGHTED + half_turn * 2 * TILE;
