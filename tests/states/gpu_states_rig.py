@@ -232,10 +232,7 @@ def one_kernel_decodes(heads: tuple[int, int], begins: Sequence[int], steps: int
 
 
 def prompts_in_cuda(groups: int, *kernels: ModuleType) -> None:
-    """The delta rule's, lanes on a CPU, beside Triton's: from a state on over more chunks than have room, within a block,
-
-    and an open chunk.
-    """
+    """The delta rule's, lanes on a CPU, beside Triton's: from a state on over chunks, within a block, an open chunk."""
     case = rig.CASES["delta"](torch.float16, 1, 2, 128, 128)
     drawn = rig.draw_all(case, (295, 70, 121))
     found = []
