@@ -195,29 +195,6 @@ static Four square(u32 at) {
     });
     return y;
 }
-static Four square_turned(u32 at) {
-    Four y;
-    u32 lane = current % 32;
-    if (at % 16) abort();
-    exchange({at}, [&](auto of) {
-        for (u32 i = 0; i < 4; ++i) {
-            u16 pair[2];
-            for (u32 k = 0; k < 2; ++k) memcpy(&pair[k], memory + of(8 * i + lane % 4 * 2 + k, 0) + lane / 4 * 2, 2);
-            y.x[i] = pair[0] | (u32)pair[1] << 16;
-        }
-    });
-    return y;
-}
-static void put_square_turned(u32 at, const Four& y) {
-    if (at % 16) abort();
-    exchange({y.x[0], y.x[1], y.x[2], y.x[3]}, [&](auto of) {
-        for (u32 k = 0, lane = current % 32; k < 8; ++k) {
-            u32 word = of(k * 4 + lane % 8 / 2, lane / 8);
-            u16 half = lane % 2 ? word >> 16 : word & 0xffff;
-            memcpy(memory + at + k * 2, &half, 2);
-        }
-    });
-}
 static u32 transposed(u32 x) {
     u32 y = 0;
     exchange({x}, [&](auto of) {
