@@ -74,7 +74,7 @@ class Load:
         )
         kv = KVManager([group], NUM_BLOCKS, enable_prefix_caching=caching)
         scheduler = Scheduler(kv, limits, cheap_tokens=256 * drafts.adapts)
-        runner = NullRunner(group, limits, torch.arange(limits.max_num_rows) * 7919 % 4000 + 50)
+        runner = NullRunner([group], limits, torch.arange(limits.max_num_rows) * 7919 % 4000 + 50)
         self.core = EngineCore(scheduler, InlineExecutor(runner), eos_token_ids=[2], async_scheduling=True)
         of_model = Limits(vocab_size=4096, max_model_len=MAX_LEN)
         self._frontend = Frontend(InProcessClient(self.core), tokenizer, of_model, coalesces=True)

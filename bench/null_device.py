@@ -7,6 +7,7 @@ the calls of CUDA and Triton: a graph's launch, the writes' copy and kernel, eve
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -103,12 +104,12 @@ class _Pool:
 class NullRunner(Runner):
     """Issues steps, and has a token for each row that samples."""
 
-    def __init__(self, group: CacheGroup, limits: StepLimits, tokens: torch.Tensor) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], limits: StepLimits, tokens: torch.Tensor) -> None:
         """tokens: [max_num_rows] int64, what rows "sample", by their place in the batch."""
         queue = WriteQueue(_Ring())
         queue._write_runs = cast(Any, lambda *_: None)
         requests = RequestTable(limits, device=CPU, queue=queue)
-        tables = BlockTables([group], limits, device=CPU, queue=queue)
+        tables = BlockTables(groups, limits, device=CPU, queue=queue)
         sampler = _Sampler(
             limits,
             vocab_size=_VOCAB_SIZE,

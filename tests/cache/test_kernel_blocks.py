@@ -25,7 +25,7 @@ from octavo.device.block_table import BlockTables
 from octavo.device.staging import HostQueue
 from octavo.ops.inputs import gather_inputs
 from octavo.ops.inputs.tensors import GroupTables, RowTensors, StepInputs
-from octavo.plan import StepLimits
+from octavo.plan import NewBlocks, StepLimits
 
 CPU = torch.device("cpu")
 FULL = CacheGroup(kind="full", window=0, block_size=128, layers=(0, 1))
@@ -60,6 +60,14 @@ def make_tables(*maps: BlockMap, max_model_len: int = 1024, rows: int = 4) -> Bl
     return BlockTables(groups, limits, device=CPU, block_maps=maps, queue=QUEUE)
 
 
+def begin(tables: BlockTables, row: int, blocks: list[list[int]]) -> None:
+    tables.begin(np.array([row]), [blocks])
+
+
+def extend(tables: BlockTables, row: int, blocks: list[list[int]]) -> None:
+    tables.extend([NewBlocks(np.full(len(own), row), np.array(own, np.int64)) for own in blocks])
+
+
 def ids(tables: BlockTables, group: int, row: int, count: int) -> list[int]:
     QUEUE.apply()
     return tables.tables[group].data[row, :count].tolist()
@@ -71,7 +79,7 @@ def test_B2_1_blocks_of_128_over_kernel_blocks_of_64() -> None:
     pool = make_pool(sizes=tuple(sizes))
     assert [block_map.ratio for block_map in pool.block_maps] == [2, 2]
     tables = make_tables(*pool.block_maps)
-    tables.append(1, [[3, 7], [1]], overwrite=True)
+    begin(tables, 1, [[3, 7], [1]])
     assert ids(tables, 0, 1, 4) == [6, 7, 14, 15] and ids(tables, 1, 1, 2) == [2, 3]
     for view in pool.views:
         assert view.shape == (16, 2, 64, 8)
@@ -88,7 +96,7 @@ def test_B2_2_INV_1_slots_do_not_change_when_blocks_are_split(seed: int) -> None
     tables = make_tables(whole, split, max_model_len=8 * ratio * kernel)
     for row in range(4):
         blocks = [rng.randrange(1, 10**6) for _ in range(8)]
-        tables.append(row, [blocks, blocks])
+        begin(tables, row, [blocks, blocks])
     QUEUE.apply()
     length = 8 * ratio * kernel
     ends = np.cumsum([0] + [rng.randrange(1, length + 1) for _ in range(4)])
@@ -133,13 +141,13 @@ def test_B2_3_an_unsplit_block_costs_nothing(layout: str) -> None:
 def test_B2_4_appending_continues_in_units_of_the_table() -> None:
     maps = [BlockMap(kernel_block_size=64, ratio=ratio, stride=ratio) for ratio in (1, 2, 8)]
     tables = make_tables(*maps)
-    tables.append(2, [[3], [3], [3]], overwrite=True)
+    begin(tables, 2, [[3], [3], [3]])
     assert not any(table.data.any() for table in tables.tables), "staged until apply"
-    tables.append(2, [[5], [5], [5]])
+    extend(tables, 2, [[5], [5], [5]])
     assert ids(tables, 0, 2, 2) == [3, 5] and ids(tables, 1, 2, 4) == [6, 7, 10, 11]
     assert tables.tables[2].data.shape[1] == 16 and ids(tables, 2, 2, 16) == [*range(24, 32), *range(40, 48)]
-    tables.append(2, [[9], [9], [9]], overwrite=True)
-    tables.append(2, [[1], [], []])
+    begin(tables, 2, [[9], [9], [9]])
+    extend(tables, 2, [[1], [], []])
     assert ids(tables, 0, 2, 2) == [9, 1] and ids(tables, 1, 2, 2) == [18, 19]
 
 
@@ -248,12 +256,14 @@ def test_B2_10_a_write_past_the_row_is_refused() -> None:
     tables = make_tables(
         BlockMap(kernel_block_size=128), BlockMap(kernel_block_size=64, ratio=2, stride=2), max_model_len=256
     )
-    tables.append(1, [[1, 2], [1, 2]])
-    tables.append(0, [[4], [4]])
+    begin(tables, 1, [[1, 2], [1, 2]])
+    begin(tables, 0, [[4], [4]])
     with pytest.raises(RuntimeError, match=r"row 1, group 0 exceeds row capacity \(3 > 2\)"):
-        tables.append(1, [[3], [3]])
+        extend(tables, 1, [[3], [3]])
+    with pytest.raises(RuntimeError, match=r"row 3, group 1 exceeds row capacity \(6 > 4\)"):
+        tables.begin(np.array([2, 3, 1]), [[[5], [5]], [[1, 2], [1, 2, 3]], [[1], [1]]])
     with pytest.raises(RuntimeError, match=r"row 1, group 1 exceeds row capacity \(6 > 4\)"):
-        tables.append(1, [[], [3]])
+        extend(tables, 1, [[], [3]])
     assert ids(tables, 1, 1, 4) == [2, 3, 4, 5] and ids(tables, 1, 0, 2) == [8, 9], "nothing of it was staged"
 
 

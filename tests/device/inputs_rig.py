@@ -284,7 +284,9 @@ def check_write_queue(device: str) -> None:
                 if way == 1:
                     tensor.stage_each(rows, values[: len(rows)] % width, values[: len(rows)])
                 else:
-                    tensor.stage_lines(rows, values[: len(rows)] % width + 1, values)
+                    lengths = values[: len(rows)] % width + 1
+                    starts = (values[-len(rows) :] % (width - lengths + 1)).astype(np.int64)
+                    tensor.stage_lines(rows, lengths, values[: lengths.sum()], starts)
 
     for num_writes in (0, 1, 1, 1, 1, 2, 3, 30, 0, 1):
         for _ in range(num_writes):

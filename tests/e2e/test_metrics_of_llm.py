@@ -7,7 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from octavo import LLM, SamplingParams
+from octavo.frontend.frontend import Checked, Prompt
 from octavo.frontend.metrics import ACCEPTED_PER_PLACE, COUNTERS, GAUGES, Counter, Gauge, Histogram, Metric, Vector
+from octavo.frontend.request_metrics import MOST_DUE, RequestLog
+from octavo.request.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from octavo.serve.metric_families import FAMILIES
 
 PROMPT = "def first(values):\n    return values[0]\n\n\n" * 8
@@ -101,3 +104,17 @@ def test_requests_are_counted_as_a_server_counts_them(make_llm: Callable[..., LL
     slowest = max(each.metrics.finished_time - each.metrics.arrival_time for each in outputs)
     assert histogram("e2e_request_latency_seconds").sum >= slowest
     assert not llm._shared.log._open
+
+
+def test_requests_that_end_are_counted_when_somebody_looks_or_they_are_many() -> None:
+    log = RequestLog(64)
+    prompt, params = Prompt([1, 2, 3]), SamplingParams()
+    for index in range(MOST_DUE):
+        log.begin(str(index), Checked(prompt, params, 2, 0))
+        completion = CompletionOutput(0, "", [4, 5], None, None, "length")
+        metrics = RequestMetrics(0.0, 1.0, 2.0, 2.0, 0.5)
+        log.take(RequestOutput(str(index), None, [1, 2, 3], None, [completion], finished=True, metrics=metrics))
+    assert log._counts.values["request_success"]["length"] == MOST_DUE // 2, "two events each: the oldest were counted"
+    assert log.counts.values["request_success"]["length"] == MOST_DUE
+    assert log.counts.values["generation_tokens"][""] == 2 * MOST_DUE
+    assert log.counts.histograms["request_queue_time_seconds"].sum == 0.5 * MOST_DUE

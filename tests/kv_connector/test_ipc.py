@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -26,7 +27,7 @@ from octavo.kv_connector.worker.pair import Done, Pair, TransferError, UnlikeErr
 from octavo.kv_connector.worker.ways import ipc_memory
 from octavo.kv_connector.worker.ways.ipc import IpcWay
 from octavo.kv_connector.worker.ways.nixl import NixlWay
-from octavo.kv_connector.worker.ways.regions import Region, joined_blocks, joined_runs
+from octavo.kv_connector.worker.ways.regions import Region, joined_blocks, joined_runs, num_joined
 from patience import patient
 
 
@@ -254,3 +255,31 @@ def test_memory_that_nobody_can_map_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(MappedMemory, "share", refuses)
     with pytest.raises(ConfigError, match="the driver does not: cuIpcGetMemHandle failed with 1; set nccl"):
         make_kind(read_kv_transfer(config)).worker_half(cache, "")
+
+
+@pytest.mark.parametrize(("num_pages", "there"), [(36, 36), (1, 1), (1, 4), (4, 1)])
+@pytest.mark.parametrize("blocks", [[3], [3, 4, 5], [3, 4, 7], [5, 4, 3]])
+def test_runs_of_blocks_that_lie_together_are_those_of_any_blocks(
+    num_pages: int, there: int, blocks: list[int]
+) -> None:
+    """Byte for byte: which address is read for which."""
+
+    def region(base: int, pages: int, found: list[int]) -> Region:
+        size = 144 // pages
+        facts: dict[str, Any] = {"agent": b"", "kind": "VRAM", "device": 0, "num_blocks": 9, "page_bytes": size}
+        return Region(base=base, num_pages=pages, blocks=found, **facts)
+
+    def pairs(sides: tuple[np.ndarray, np.ndarray]) -> set[tuple[int, int]]:
+        own, others = (side.tolist() for side in sides)
+        return {
+            (a + byte, b + byte)
+            for (a, size), (b, same) in zip(own, others, strict=True)
+            for byte in range(size)
+            if size == same
+        }
+
+    own, others = region(1 << 20, num_pages, blocks), region(1 << 40, there, [block + 1 for block in blocks])
+    parts = max(num_pages, there)
+    apart = own.runs(own.blocks, parts), others.runs(others.blocks, parts)
+    assert pairs(joined_runs(own, others)) == pairs(apart) and len(pairs(apart)) == 144 * len(blocks)
+    assert num_joined(own.blocks, others.blocks) == len(joined_blocks(own.blocks, others.blocks)[1])

@@ -20,8 +20,8 @@ class BlockState(enum.Enum):
 def state_of(pool: BlockPool, block: int) -> BlockState:
     """The state of `block`, which is not the null block."""
     assert block, "the null block has no life"
-    named, references = pool._hashes[block] is not None, pool._references[block]
-    if not references:
+    named, references = block in pool._hashes, 1 + pool._extra.get(block, 0)
+    if block in pool._free_uncached or block in pool._free_cached:
         return BlockState.CACHED if named else BlockState.FREE
     if references == pool._holds[block]:
         return BlockState.HELD

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import msgspec
 import pytest
-import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+
+from burst import nemotron_groups
 from octavo.bench.shapes import SHAPES
-from octavo.cache.groups import CacheGroup, block_bytes, make_groups
-from octavo.cache.specs import AttentionSpec, LayerSpec, NoCache
+from octavo.cache.groups import CacheGroup, block_bytes
 from octavo.config.engine_config import DEFAULT_BLOCK_SIZE
-from octavo.layers.recurrent import Mamba2Scan, ShortConvolution, state_spec
 from octavo.request.request import Request
 from octavo.request.structured_outputs import StructuredOutputsParams
 from octavo.request.thinking import Thinking
+from octavo.sched.growth import Growth
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.scheduler import Scheduler
+from octavo.sched.work import PlanBuilder
 from sched_harness import full, make_request, make_scheduler, states
 from step_words import result_of
 
 GIB = 1 << 30
-
-
-def groups_of(facts: dict, block_size: int) -> tuple[CacheGroup, ...]:
-    """The cache groups of a shape of Nemotron-H's in bfloat16, states in float32."""
-    heads, size, shared = facts["mamba_num_heads"], facts["mamba_head_dim"], facts["n_groups"] * facts["ssm_state_size"]
-    conv = ShortConvolution(0, heads * size + 2 * shared, facts["conv_kernel"], torch.bfloat16)
-    scan = Mamba2Scan(0, heads, size, facts["n_groups"], facts["ssm_state_size"], torch.bfloat16)
-    attention = AttentionSpec(
-        num_heads=facts["num_attention_heads"],
-        num_kv_heads=facts["num_key_value_heads"],
-        head_size=facts["head_dim"],
-        scale=0.1,
-    )
-    specs: dict[str, LayerSpec] = {"M": state_spec(conv, scan), "*": attention, "-": NoCache()}
-    return make_groups([specs[letter] for letter in facts["hybrid_override_pattern"]], block_size, 2)
 
 
 def decode(scheduler: Scheduler) -> tuple[int, int]:
@@ -57,7 +47,7 @@ def run_shape(
     num_rows: int, num_bytes: int, block_size: int = DEFAULT_BLOCK_SIZE["cuda"], **options
 ) -> tuple[int, int, int]:
     """Requests of 16 tokens that decode 256, on Nemotron-H's shape: (steps, preemptions, most bytes in use)."""
-    groups = groups_of(SHAPES["mamba2"], block_size)
+    groups = nemotron_groups(SHAPES["mamba2"], block_size)
     size = block_bytes(groups, 2)
     scheduler = make_scheduler(
         groups,
@@ -94,6 +84,43 @@ def test_without_it_rows_that_cross_a_border_together_have_three_states() -> Non
     steps, preempted, most = run_shape(32, 32 * 450 << 20, enable_prefix_caching=False)
     assert (steps, preempted, most) == (256, 0, 32 * (3 * 104 + 2 * 60 + 5) << 20)
     assert run_shape(32, 32 * 200 << 20, enable_prefix_caching=False)[1] <= 2
+
+
+@pytest.mark.parametrize("groups", [[full()], [full(), *states(16, blocks=2)]], ids=["attention", "states"])
+def test_each_newcomer_adds_its_own_headroom(groups: list[CacheGroup], monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    added = Growth.headroom
+
+    def headroom(growth: Growth, num: int, work: PlanBuilder) -> int:
+        known = added(growth, num, work)
+        assert added(growth, num, PlanBuilder(0)) == known, "what is summed anew"
+        found.append(known)
+        return known
+
+    monkeypatch.setattr(Growth, "headroom", headroom)
+    scheduler = make_scheduler(groups, num_blocks=4000, max_num_seqs=40, max_num_batched_tokens=300, max_model_len=128)
+    for length in range(1, 40):
+        scheduler.add(make_request(length, 20, ignore_eos=True))
+    decode(scheduler)
+    assert len(found) == 39 and len(set(found)) > 20
+
+
+def test_the_last_entries_are_given_back_first() -> None:
+    """As if each block were sorted by where the tokens of its entry end, in the order of the groups."""
+    groups = [full(), *states(16, blocks=3)]
+    kv = KVManager(groups, 200, advances=True, enable_prefix_caching=False)
+    request = make_request(16, 100)
+    assert kv.admit(request, kv.match(request, 15), 16, max_new=100, keep_free=0) is not None
+    request.num_computed = 16
+    grow(kv, request, 45)
+    blocks = [
+        ((index // group.parts.blocks + 1) * group.block_size, block)
+        for group, table in zip(groups, kv.tables(request), strict=True)
+        for index, block in enumerate(table)
+    ]
+    expected = [block for _, block in sorted(blocks, key=lambda each: each[0], reverse=True) if block]
+    kv.release(request)
+    assert kv._pool._free_uncached[-len(expected) :] == expected
 
 
 def make_pair(**fields) -> tuple[KVManager, Request]:
@@ -136,7 +163,7 @@ def test_what_a_hash_finds_stays_where_there_is_room_and_goes_where_there_is_non
     assert grow(kv, request, 40)[2:] == second[2:]
     taken = kv._pool.reserve(kv.num_free_blocks - 6)
     assert grow(kv, request, 45, checks=False) == [0] * 4 + second[2:]
-    assert all(kv._pool._hashes[block] is None for block in second[2:]), "no hash finds what will be overwritten"
+    assert kv._pool._hashes.keys().isdisjoint(second[2:]), "no hash finds what will be overwritten"
     kv._pool.release(taken)
     other = make_request([*request.tokens, 9])
     assert kv.match(other, other.max_hit).num_tokens <= 31, "the state at 32 is nobody's any more"

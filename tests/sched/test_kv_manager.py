@@ -349,7 +349,7 @@ def test_a_hit_is_the_longest_that_all_groups_accept(groups, seed, limit):
     for name in {rng.randrange(len(groups)): None for _ in range(4)}:  # blocks of single groups are lost
         cached = kv._pool._cached[name]
         for found in [found for found in cached if rng.random() < 0.3]:
-            kv._pool._hashes[cached.pop(found)] = None
+            del kv._pool._hashes[cached.pop(found)]
     request = make_request(tokens)
     hit = kv.match(request, limit)
     names: list[bytes] = []

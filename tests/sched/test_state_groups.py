@@ -150,7 +150,7 @@ def test_H_4_a_hit_is_the_longest_that_all_groups_can_continue_from(kinds, seed:
         kv.check()
     for cached in kv._pool._cached:
         for name in [name for name in cached if rng.random() < 0.1]:
-            kv._pool._hashes[cached.pop(name)] = None
+            del kv._pool._hashes[cached.pop(name)]
     request = make_request(tokens)
     hit = kv.match(request, 89)
     names: list[bytes] = []

@@ -1,4 +1,4 @@
-"""bench/host.py: its stand-ins are worth a figure only as long as they fit the runner that they stand in for."""
+"""bench/host.py and bench/burst.py: their stand-ins are worth a figure only as long as they fit the runner."""
 
 from __future__ import annotations
 
@@ -23,3 +23,17 @@ def test_every_scenario_runs(
     names = [name for name in scenarios for _ in range(2 if drafts else 1)]  # plain steps beside those with drafts
     assert [line.split()[0] for line in lines[:-1]] == names
     assert sum("of plain" in line for line in lines[:-1]) == len(names) - len(scenarios)
+
+
+@pytest.mark.parametrize("options", [[], ["--prefix-caching"]], ids=" ".join)
+def test_a_burst_begins_and_ends(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    monkeypatch.setattr(sys, "argv", ["burst.py", "--requests", "3", "--rounds", "2", *options])
+    runpy.run_path(str(BENCH / "burst.py"), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == ["attention", "attention", "states", "states"]
+    assert all(
+        f"  {part} " in line for line in lines[:-1] for part in ("check", "schedule", "border", "update", "leave")
+    )

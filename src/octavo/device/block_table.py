@@ -7,6 +7,7 @@ entries of a row are its kernel blocks; entries beyond are garbage and never rea
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from octavo.cache.groups import CacheGroup
 from octavo.cache.kernel_blocks import BlockMap
 from octavo.device.staging import Queue, StagedTensor
-from octavo.plan import NewBlocks, StepLimits
+from octavo.plan import IntArray, NewBlocks, StepLimits
 
 
 class BlockTables:
@@ -54,20 +55,19 @@ class BlockTables:
         self.tables = [StagedTensor(num_rows, width, torch.int32, device, queue) for width in self._widths]
         self._counts = [np.zeros(limits.max_num_rows, np.int64) for _ in groups]
 
-    def append(self, row: int, block_ids: Sequence[Sequence[int]], *, overwrite: bool = False) -> None:
-        """Stage block ids for `row`, per group: after its live ones, or from the start if `overwrite`.
+    def begin(self, rows: IntArray, block_ids: Sequence[Sequence[Sequence[int]]]) -> None:
+        """Stage the blocks of rows, from their start: block_ids[i], per group, are those of rows[i].
 
-        Raises RuntimeError, and stages nothing for that group and those after it, where they do not fit the row.
+        Raises RuntimeError, and stages nothing for that group and those after it, where they do not fit a row.
         """
         for index, source in enumerate(self._sources):
-            ids = block_ids[source]
-            start = 0 if overwrite else int(self._counts[index][row])
-            kernel_ids = self._maps[index].expand(ids) if ids else ()
-            end = start + len(kernel_ids)
-            self._check_width(index, row, end)
-            if kernel_ids:
-                self.tables[index].stage(row, start, kernel_ids)
-            self._counts[index][row] = end
+            ids = [self._maps[index].expand(own[source]) for own in block_ids]
+            counts = np.array([*map(len, ids)])
+            longest = int(counts.argmax())
+            self._check_width(index, int(rows[longest]), int(counts[longest]))
+            some, all_ids = counts > 0, np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(counts.sum()))
+            self.tables[index].stage_lines(rows[some], counts[some], all_ids)
+            self._counts[index][rows] = counts
 
     def extend(self, new_blocks: Sequence[NewBlocks]) -> None:
         """Stage what a plan appends to rows that are there: per group, or nothing at all.
@@ -85,15 +85,19 @@ class BlockTables:
             if block_map.ratio > 1:
                 rows = np.repeat(rows, block_map.ratio)
                 ids = np.array(block_map.expand(ids.tolist()))
-            columns, begins = counts[rows], rows[1:] != rows[:-1]  # pairs of a row are neighbours
+            begins, lengths = rows[1:] != rows[:-1], None  # pairs of a row are neighbours
             if np.count_nonzero(begins) < len(begins):
                 firsts = np.concatenate(([0], begins.nonzero()[0] + 1))
-                lengths = np.diff(firsts, append=len(rows))
-                columns += np.arange(len(rows)) - np.repeat(firsts, lengths)
-            longest = int(columns.argmax())
-            self._check_width(index, int(rows[longest]), int(columns[longest]) + 1)
-            self.tables[index].stage_each(rows, columns, ids)
-            counts[rows] = columns + 1  # of a row the last, and largest, stays
+                lengths, rows = np.diff(firsts, append=len(rows)), rows[firsts]
+            starts = counts[rows]
+            ends = starts + (1 if lengths is None else lengths)
+            longest = int(ends.argmax())
+            self._check_width(index, int(rows[longest]), int(ends[longest]))
+            if lengths is None:
+                self.tables[index].stage_each(rows, starts, ids)
+            else:
+                self.tables[index].stage_lines(rows, lengths, ids, starts)
+            counts[rows] = ends
 
     def _check_width(self, index: int, row: int, end: int) -> None:
         width = self._widths[index]

@@ -9,7 +9,7 @@ the device has read it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -210,17 +210,22 @@ class StagedTensor:
         else:
             self._keep(row, (value,))
 
-    def stage_lines(self, rows: IntArray, lengths: IntArray, values: Iterable[int]) -> None:
-        """Stage the next lengths[i] of `values`, at least one, for row rows[i], from its first column on."""
-        assert lengths.max(initial=0) <= self._width, f"a line of {lengths.max()} leaves a row of {self._width}"
-        words = np.fromiter(values, self._dtype, int(lengths.sum()))
+    def stage_lines(
+        self, rows: IntArray, lengths: IntArray, values: NDArray[np.generic], columns: IntArray | int = 0
+    ) -> None:
+        """Stage the next lengths[i] of `values`, at least one, for row rows[i], from column columns[i] on."""
+        assert (columns + lengths).max(initial=0) <= self._width, f"a line leaves a row of {self._width}"
+        words = np.ascontiguousarray(values, self._dtype)
         if self._queue is not None:
             size = self._dtype.itemsize
-            addresses = rows.astype(np.int64, copy=False) * (self._width * size) + self._address
+            addresses = rows.astype(np.int64, copy=False) * (self._width * size) + (columns * size + self._address)
             self._queue.stage(addresses, lengths.astype(np.int64, copy=False) * (size // 4), words.view(np.int32))
             return
-        for row, end, length in zip(rows.tolist(), lengths.cumsum().tolist(), lengths.tolist(), strict=True):
-            self.stage(row, 0, words[end - length : end])
+        starts = np.broadcast_to(columns, rows.shape).tolist()
+        for row, start, end, length in zip(
+            rows.tolist(), starts, lengths.cumsum().tolist(), lengths.tolist(), strict=True
+        ):
+            self.stage(row, start, words[end - length : end])
 
     def stage_each(self, rows: IntArray, columns: IntArray | int, values: NDArray[np.generic]) -> None:
         """Stage values[i] for column columns[i] of row rows[i], each once. The caller checks the columns."""

@@ -8,8 +8,10 @@ brings nothing of it to its reader.
 from __future__ import annotations
 
 import bisect
+import collections
 import itertools
 import math
+import threading
 from collections.abc import Sequence
 
 import msgspec
@@ -25,6 +27,7 @@ FIRST_TOKEN = (
 PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 COUNTS = (1, 2, 5, 10, 20)
 TOKENS: tuple[float, ...] = ()  # stands for 1-2-5 steps up to max_model_len
+MOST_DUE = 4096  # events that wait to be counted
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 # Counters -> the values of their one label, "" where they have none.
@@ -169,12 +172,33 @@ class RequestCounts:
 
 
 class RequestLog:
-    """Counts the requests of who has their outputs alone, and no other word of the engine's."""
+    """Counts the requests of who has their outputs alone, and no other word of the engine's.
+
+    Those that end are counted later, when there is time or somebody looks: a whole batch may end in one step.
+    """
 
     def __init__(self, max_model_len: int) -> None:
         """No request yet."""
-        self.counts = RequestCounts(max_model_len)
+        self._counts = RequestCounts(max_model_len)
         self._open: dict[str, RequestFacts] = {}
+        self._due = collections.deque[tuple[str, RequestFacts]]()  # events of requests that have ended
+        self._lock = threading.Lock()
+
+    def forget_threads(self) -> None:
+        """For a forked process: none of those that counted is there."""
+        self._lock = threading.Lock()
+
+    @property
+    def counts(self) -> RequestCounts:
+        """The figures of this moment."""
+        self.count(len(self._due))
+        return self._counts
+
+    def count(self, most: int) -> None:
+        """Take in up to so many events of requests that have ended. For any thread."""
+        with self._lock:
+            for _ in range(min(most, len(self._due))):
+                self._counts.observe(*self._due.popleft())
 
     def begin(self, request_id: str, request: Checked) -> None:
         """A request was queued."""
@@ -192,14 +216,13 @@ class RequestLog:
         facts, metrics = self._open.get(output.request_id), output.metrics
         if facts is None or metrics is None:
             return
-        num_new = sum(len(completion.token_ids) for completion in output.outputs)
+        num_new, event = sum([len(completion.token_ids) for completion in output.outputs]), ""
         if num_new:
-            is_first = not facts.num_output_tokens
+            event = "tokens" if facts.num_output_tokens else "first_token"
             facts.num_new_tokens, facts.num_output_tokens = num_new, facts.num_output_tokens + num_new
             facts.arrival, facts.queue_seconds = metrics.arrival_time, metrics.time_in_queue
             facts.first_token_at, facts.num_cached_tokens = metrics.first_token_time, output.num_cached_tokens or 0
             facts.previous_token_at, facts.last_token_at = facts.last_token_at, metrics.last_token_time
-            self.counts.observe("first_token" if is_first else "tokens", facts)
         for completion in output.outputs:
             if completion.finish_reason is not None:
                 facts.finish_reasons = facts.finish_reasons | {completion.index: completion.finish_reason}
@@ -208,14 +231,23 @@ class RequestLog:
         if output.finished:
             facts.arrival, facts.finished_at = metrics.arrival_time, metrics.finished_time
             facts.queue_seconds = metrics.time_in_queue
-            self.counts.observe("finished", self._open.pop(output.request_id))
+            del self._open[output.request_id]
+            self._due.append((event, facts))
+            self._due.append(("finished", facts))
+            self.count(len(self._due) - MOST_DUE)
+        else:
+            self._observe(event, facts)
 
     def drop(self, request_ids: list[str]) -> None:
         """Requests whose reader has left."""
         for request_id in request_ids:
             facts = self._open.pop(request_id, None)
             if facts is not None:
-                self.counts.observe("aborted", facts)
+                self._observe("aborted", facts)
+
+    def _observe(self, event: str, facts: RequestFacts) -> None:
+        with self._lock:
+            self._counts.observe(event, facts)
 
 
 def token_buckets(max_model_len: int) -> tuple[float, ...]:

@@ -27,6 +27,7 @@ from octavo.startup.forks import tell_in_child
 from octavo.startup.interrupts import HeldInterrupt
 
 _T = TypeVar("_T")
+_EVENTS_A_STEP = 64  # that are counted of requests that have ended: a tenth of a millisecond
 
 
 class Call:
@@ -193,6 +194,7 @@ class SharedEngine:
 
     def _forked(self) -> None:
         gc_control.forget_threads()
+        self.log.forget_threads()
         parent, self._process = self._process, os.getpid()
         whose = f"this LLM belongs to process {parent}, from which this one was forked"
         waiting = self._waiting or self._watching
@@ -247,7 +249,10 @@ class SharedEngine:
 
     def _step(self) -> None:
         self._engine.core.weights.moves.poll()  # who asked for what waits may have been interrupted
-        for output in self._engine.step():
+        outputs = self._engine.step()
+        if not outputs:  # the device computes meanwhile
+            self.log.count(_EVENTS_A_STEP)
+        for output in outputs:
             call = self._owners.get(output.request_id)
             if call is not None:
                 self.log.take(output)

@@ -15,7 +15,7 @@ import dataclasses
 import difflib
 import enum
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -127,13 +127,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
 
     def __post_init__(self) -> None:
         """Check and normalise; runs on construction, decoding and `msgspec.structs.replace` alike."""
-        for name, low, high in _FLOATS:
-            force_setattr(self, name, as_float(name, getattr(self, name), low, high, above=name == "top_p"))
+        for name, low, high in _FLOATS:  # nearly all values are as they should be: what is quick is asked first
+            value = getattr(self, name)
+            if type(value) is not float or not low <= value <= high or (value == low and name == "top_p"):
+                force_setattr(self, name, as_float(name, value, low, high, above=name == "top_p"))
         if (num := plain_int(self.n)) is not None and num < 1:  # how many there may be is the engine's max_n
             raise ParameterError("n", f"must be at least 1, got {shown(num)}")
         for name, low, high, optional in _INTS:
             value = getattr(self, name)
-            if value is not None or not optional:
+            if (type(value) is not int or not low <= value <= high) and not (value is None and optional):
                 force_setattr(self, name, as_int(name, value, low, high))
         for name in _BOOLS:
             if type(getattr(self, name)) is not bool:
@@ -264,7 +266,7 @@ BOOL_FIELDS = frozenset(_BOOLS)
 def _normalise_strings(params: SamplingParams) -> None:
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     force_setattr(params, "stop", as_strings("stop", stop, MAX_STOP_STRINGS, MAX_STOP_CHARS))
-    num_chars = sum(map(len, params.stop_strings))
+    num_chars = sum(map(len, params.stop_strings)) if stop else 0
     if num_chars > MAX_ALL_STOP_CHARS:
         raise ParameterError("stop", f"may have {MAX_ALL_STOP_CHARS} characters together, got {num_chars}")
     words = as_strings("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
@@ -369,13 +371,16 @@ def check(params: SamplingParams, limits: Limits, num_prompt_tokens: int) -> int
             raise ParameterError(name, f"must be <= max_logprobs {limits.max_logprobs}, got {value}")
         if value == -1 and limits.max_logprobs < limits.vocab_size:
             raise ParameterError(name, f"-1 means all: it needs max_logprobs -1, which is {limits.max_logprobs}")
-    lists = {name: getattr(params, name) for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids")}
-    lists |= {
-        "logit_bias": params.logit_bias,
-        "bad_words": [max(ids) for ids in params.bad_words_token_ids or ()],
-        "scored_token_id": [params.scored_token_id or 0],
-    }
-    for name, ids in lists.items():
+    words, scored = params.bad_words_token_ids, params.scored_token_id
+    lists: tuple[tuple[str, Collection[int] | None], ...] = (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logprob_token_ids", params.logprob_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("logit_bias", params.logit_bias),
+        ("bad_words", [max(ids) for ids in words] if words else None),
+        ("scored_token_id", None if scored is None else [scored]),
+    )
+    for name, ids in lists:
         if ids and max(ids) >= limits.vocab_size:
             message = f"token ids must be below {limits.vocab_size}, got {max(ids)}"
             raise ParameterError(name, message, "invalid_token_id")

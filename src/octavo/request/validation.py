@@ -67,30 +67,36 @@ def as_int(name: str, value: object, low: int, high: int) -> int:
 
 def as_float(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
     """`value` as a plain finite float in [low, high], or `above` low; bools are refused, ints are taken."""
-    bounds = f"{'(' if above else '['}{low:g}, {high:g}]"
     if type(value) is not float:
         if isinstance(value, bool) or not isinstance(value, int | numbers.Real):
             raise type_error(name, "a number", value)
         if isinstance(value, int) and value.bit_length() > 64:  # float() would overflow
-            raise ParameterError(name, f"must be in {bounds}, got {shown(value)}")
+            raise _out_of(name, value, low, high, above=above)
         value = float(value)
     if not math.isfinite(value):
         raise ParameterError(name, f"must be finite, got {value}", "number_not_finite")
     if not low <= value <= high or (above and value == low):
-        raise ParameterError(name, f"must be in {bounds}, got {shown(value)}")
+        raise _out_of(name, value, low, high, above=above)
     return value
+
+
+def _out_of(name: str, value: float, low: float, high: float, *, above: bool) -> ParameterError:
+    return ParameterError(name, f"must be in {'(' if above else '['}{low:g}, {high:g}], got {shown(value)}")
 
 
 def as_list(name: str, value: object, most: int, wanted: str) -> list[Any]:
     """`value` as a list of at most `most` entries, None as an empty one."""
     if value is None:
         return []
-    if isinstance(value, str | bytes | dict) or not (isinstance(value, Sized) and isinstance(value, Iterable)):
-        raise type_error(name, wanted, value)
-    try:
+    if type(value) is list:
         num = len(value)
-    except TypeError:  # arrays without an axis
-        raise type_error(name, wanted, value) from None
+    elif isinstance(value, str | bytes | dict) or not (isinstance(value, Sized) and isinstance(value, Iterable)):
+        raise type_error(name, wanted, value)
+    else:
+        try:
+            num = len(value)
+        except TypeError:  # arrays without an axis
+            raise type_error(name, wanted, value) from None
     if num > most:
         raise ParameterError(name, f"may hold at most {most} entries, got {num}", "too_many_items")
     return list(value)

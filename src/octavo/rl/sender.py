@@ -39,6 +39,7 @@ from octavo.rl.transport.shm import PREFIX, SharedBuffer
 
 _BACKENDS = ("local", "disk", "shm", "gloo", "nccl", "ipc")
 _GLOO_AHEAD = 2  # of them, on their way while the next one is gathered
+_IPC_BYTES = 1 << 30  # of a buffer whose mapping, and whose answer, cost more than the copy of four smaller ones
 _GLOO_BYTES = 4 << 20  # of a buffer that is gathered, sent and taken in from a processor's cache
 _WHY_SECONDS = 10.0  # that an engine which has left a group may take to say why
 
@@ -291,7 +292,7 @@ class Sender:
             self._shared.let_go()
 
     def _send_ipc(self, source: WeightSource) -> None:
-        for part, is_last in _parts(source):
+        for part, is_last in _parts(source, _IPC_BYTES):
             buffer = _packed(source, part, "cuda")
             torch.cuda.current_stream().synchronize()
             self._updating({"update_info": {**told(part), "ipc_handle": handle_of(buffer)}}, part, is_last=is_last)()
@@ -341,9 +342,9 @@ def _gloo_size(incoming: list[Incoming]) -> int:
     return total // max(round(total / _GLOO_BYTES), 1)
 
 
-def _parts(source: WeightSource) -> Iterator[tuple[list[Incoming], bool]]:
-    """A source's tensors by buffers; whether one is the last."""
-    parts = list(buffers(source.incoming, BUFFER_BYTES))
+def _parts(source: WeightSource, num_bytes: int = BUFFER_BYTES) -> Iterator[tuple[list[Incoming], bool]]:
+    """A source's tensors by buffers of about so many bytes; whether one is the last."""
+    parts = list(buffers(source.incoming, num_bytes))
     yield from ((part, part is parts[-1]) for part in parts)
 
 

@@ -100,8 +100,10 @@ class MinTokens(_TokenLists):
 
     def _read(self, new: NewRow) -> Columns | None:
         """EOS and the tokens that would end a row, with the position up to which they may not."""
+        if new.sampling.min_tokens <= 0:
+            return None
         ends = sorted({*new.eos_token_ids, *(new.sampling.stop_token_ids or ())})
-        if not ends or new.sampling.min_tokens <= 0:
+        if not ends:
             return None
         least = np.full(len(ends), new.num_prompt + new.sampling.min_tokens, np.int64)
         return np.array(ends, np.int64), least

@@ -67,7 +67,7 @@ class RowSet:
 
     def discard(self, row: int) -> bool:
         """Let `row` go. Returns whether it was there."""
-        if not self._member[row]:
+        if not self._num or not self._member[row]:
             return False
         self._member[row] = False
         self._num -= 1

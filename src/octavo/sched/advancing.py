@@ -10,8 +10,10 @@ from then on.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from octavo.sched.block_pool import NULL_BLOCK, BlockPool
 
 Moves = Mapping[int, list[int]]  # by group: the blocks that the last entry of a row gives to its next one
 NO_MOVES: Moves = {}
+_MOST_KNOWN = 4096  # answers that rows of equal lengths share
 
 
 class Advancing:
@@ -40,6 +43,7 @@ class Advancing:
         self._inputs = [group for group in groups if group.kind == "inputs"]
         self._states = [(index, group) for index, group in enumerate(groups) if group.kind == "state"]
         chunks = [group.parts.blocks * -(-group.chunk // group.block_size) for group in self._inputs]
+        self._written = functools.lru_cache(_MOST_KNOWN)(self._find_written)
         self._needed = self._num_plain + sum(chunks) + sum([group.parts.blocks for _, group in self._states])
 
     def is_exact(self, request: Request) -> bool:
@@ -70,25 +74,22 @@ class Advancing:
 
         low: the fewest tokens that the row may have computed when the step is done.
         """
-        written: list[list[bool]] = []  # per group the entries that are new
-        for (group, policy), table in zip(self._groups, tables, strict=True):
-            entries = range(len(table) // group.parts.blocks, group.num_entries(num_tokens))
-            written.append([policy.is_written(index, low) for index in entries])
+        written = self._written(tuple(map(len, tables)), num_tokens, low)
         if not any(written):
             return []
-        counts = [sum(own) * group.parts.blocks for own, (group, _) in zip(written, self._groups, strict=True)]
-        for index in moves:
-            counts[index] = 0
+        pairs = zip(written, self._groups, strict=True)
+        counts = [0 if i in moves else sum(own) * group.parts.blocks for i, (own, (group, _)) in enumerate(pairs)]
         if sum(counts) > self._pool.num_free:
             return None
-        new = []
+        reserved, end, new = self._pool.reserve(sum(counts)), 0, []
         for index, (own, table) in enumerate(zip(written, tables, strict=True)):
             if index in moves:
                 blocks = moves[index]
                 table[-len(blocks) :] = [NULL_BLOCK] * len(blocks)  # nobody but the row reads there, until it goes on
                 self._pool.forget(blocks)
             else:
-                blocks = self._pool.reserve(counts[index])
+                start, end = end, end + counts[index]
+                blocks = reserved[start:end]
                 if not all(own):
                     rest, none = iter(blocks), itertools.repeat(NULL_BLOCK)
                     num = self._groups[index][0].parts.blocks
@@ -96,6 +97,24 @@ class Advancing:
             table += blocks
             new.append(blocks)
         return new
+
+    def tail_first(self, tables: Sequence[Sequence[int]], num_dead: Sequence[int]) -> Iterable[int]:
+        """All blocks of a request, entry by entry, those that hold its last tokens first. num_dead: see KVManager."""
+        ends: list[tuple[int, Sequence[int]]] = []  # of each entry: where its tokens end, its blocks
+        for (group, _), table, first in zip(self._groups, tables, num_dead, strict=True):
+            num, size = group.parts.blocks, group.block_size
+            last = len(table) // num
+            ends += [((index + 1) * size, table[index * num : (index + 1) * num]) for index in range(first, last)]
+        ends.sort(key=operator.itemgetter(0), reverse=True)
+        return itertools.chain.from_iterable([blocks for _, blocks in ends])
+
+    def _find_written(self, lengths: tuple[int, ...], num_tokens: int, low: int) -> list[list[bool]]:
+        """Per group the entries that tables of so many blocks lack for so many tokens: whether each is written."""
+        written = []
+        for (group, policy), length in zip(self._groups, lengths, strict=True):
+            entries = range(length // group.parts.blocks, group.num_entries(num_tokens))
+            written.append([policy.is_written(index, low) for index in entries])
+        return written
 
     def has_room(self, num_requests: int) -> bool:
         """Whether enough blocks are free that each request may have a state more, and an open chunk beside it."""

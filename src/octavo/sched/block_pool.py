@@ -89,8 +89,8 @@ class BlockPool:
         """`num_blocks` counts the null block."""
         assert num_blocks >= 2, "a pool has the null block and at least one more"
         self.num_blocks = num_blocks
-        self._references = [0] * num_blocks
-        self._hashes: list[tuple[int, bytes] | None] = [None] * num_blocks  # (group, hash) of a published block
+        self._extra: dict[int, int] = {}  # block -> references beyond the first, of such that have more than one
+        self._hashes: dict[int, tuple[int, bytes]] = {}  # published block -> (group, hash)
         self._cached: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
         # free, freed without a hash: the next to be handed out last
         self._free_uncached = list(range(num_blocks - 1, 0, -1))
@@ -115,47 +115,50 @@ class BlockPool:
     @property
     def num_held(self) -> int:
         """Blocks that nothing but holds keeps from being free."""
-        return sum(self._references[block] == count for block, count in self._holds.items())
+        return sum(1 + self._extra.get(block, 0) == count for block, count in self._holds.items())
 
     def is_free(self, block: int) -> bool:
-        """Whether `block` has no reference."""
-        return block != NULL_BLOCK and not self._references[block]
+        """Whether a block that was found by its hash has no reference."""
+        return block in self._free_cached
 
     def reserve(self, count: int) -> list[int]:
         """Hand out `count` free blocks with one reference each; what they had before is found no longer."""
         assert count <= self.num_free, "the caller looks at num_free first"
-        blank, references = self._free_uncached, self._references
+        blank = self._free_uncached
         left = max(len(blank) - count, 0)
         blocks = blank[left:]
         del blank[left:]
         blocks.reverse()
         while len(blocks) < count:
             block, _ = self._free_cached.popitem(last=False)
-            if self._hashes[block] is not None:
+            if block in self._hashes:
                 self._unpublish(block)
             blocks.append(block)
-        for block in blocks:
-            references[block] = 1
         return blocks
 
     def share(self, block: int) -> None:
         """One more reference to a block that was found by its hash."""
-        if self._references[block] == 0:
+        if block in self._free_cached:
             del self._free_cached[block]
-        self._references[block] += 1
+        else:
+            self._extra[block] = self._extra.get(block, 0) + 1
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give back one reference each; null blocks are skipped. Of those now free the first is reused first."""
-        references, names, blank, kept = self._references, self._hashes, self._free_uncached, self._free_cached
-        for block in blocks:
-            if block == NULL_BLOCK:
-                continue
-            references[block] = left = references[block] - 1
-            if not left:
-                if names[block] is None:
-                    blank.append(block)
-                else:
-                    kept[block] = None
+        owned = [*filter(None, blocks)]
+        extra, names, blank, kept = self._extra, self._hashes, self._free_uncached, self._free_cached
+        if not extra and not names:  # as without a prefix cache: states have hundreds of blocks
+            blank += owned
+            return
+        for block in owned:
+            if block in extra:
+                extra[block] -= 1
+                if not extra[block]:
+                    del extra[block]
+            elif block in names:
+                kept[block] = None
+            else:
+                blank.append(block)
 
     def hold(self, blocks: Iterable[int]) -> list[int]:
         """Let a hold take over the references of an owner that goes, one each. Returns what `release_held` takes."""
@@ -180,6 +183,14 @@ class BlockPool:
                 cached[name] = block
                 found[block] = (group, name)
 
+    def publish_entry(self, blocks: Iterable[int], first: int, name: bytes) -> None:
+        """`publish` of an entry that has a block in each group from `first` on."""
+        found = self._hashes
+        for group, (block, cached) in enumerate(zip(blocks, self._cached[first:], strict=False), first):
+            if block != NULL_BLOCK and name not in cached:
+                cached[name] = block
+                found[block] = (group, name)
+
     def unpublish(self, block_hash: bytes) -> None:
         """Let the content be found in no group. Who has references to its blocks keeps them."""
         for cached in self._cached:
@@ -188,15 +199,13 @@ class BlockPool:
                 self._unpublish(block)
 
     def are_sole(self, blocks: Iterable[int]) -> bool:
-        """Whether each of these blocks has one reference."""
-        references = self._references
-        return all(references[block] == 1 for block in blocks)
+        """Whether each of these blocks, which all have an owner, has no second one."""
+        return self._extra.keys().isdisjoint(blocks)
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Let no hash find these blocks; who has references to them keeps them."""
-        for block in blocks:
-            if self._hashes[block] is not None:
-                self._unpublish(block)
+        for block in [*filter(self._hashes.__contains__, blocks)]:
+            self._unpublish(block)
 
     def reset_prefix_cache(self) -> bool:
         """Let no block be found. False, and nothing changes, unless all are free."""
@@ -204,7 +213,7 @@ class BlockPool:
             return False
         for cached in self._cached:
             cached.clear()
-        self._hashes = [None] * self.num_blocks
+        self._hashes.clear()
         return True
 
     def check(self, tables: Iterable[Iterable[int]], holds: Iterable[Iterable[int]] = ()) -> None:
@@ -218,18 +227,14 @@ class BlockPool:
         free = {*self._free_uncached, *self._free_cached}
         assert len(free) == self.num_free, "a block is free twice"
         for block in range(1, self.num_blocks):
-            references = self._references[block]
+            references = 0 if block in free else 1 + self._extra.get(block, 0)
             assert references == expected[block], f"block {block}: {references} references, {expected[block]} owners"
-            assert (references == 0) == (block in free), f"block {block} is both free and held, or neither"
-        assert NULL_BLOCK not in free and self._references[NULL_BLOCK] == 0, "the null block is in use"
-        assert self._hashes[NULL_BLOCK] is None, "the null block has a name"
-        named = {block: name for block, name in enumerate(self._hashes) if name is not None}
+        assert free.isdisjoint(self._extra), "a block is both free and held"
+        assert not {NULL_BLOCK} & (free | self._extra.keys()), "the null block is in use"
+        assert NULL_BLOCK not in self._hashes, "the null block has a name"
         found = {block: (g, h) for g, cached in enumerate(self._cached) for h, block in cached.items()}
-        assert named == found, "the names of blocks and the map from names to blocks differ"
+        assert self._hashes == found, "the names of blocks and the map from names to blocks differ"
 
     def _unpublish(self, block: int) -> None:
-        name = self._hashes[block]
-        assert name is not None, "the block is not published"
-        group, block_hash = name
+        group, block_hash = self._hashes.pop(block)
         del self._cached[group][block_hash]
-        self._hashes[block] = None

@@ -1,11 +1,13 @@
 """Growth: blocks for running requests, as a plan brings them further, and who is preempted for them.
 
-Owns no state of its own. Knows neither budgets nor results. Invariant: after `grow` every row that was not preempted
-has the blocks of its planned tokens, and of those that a drafter's layers are written for behind them.
+Owns how many blocks are kept free for them. Knows neither budgets nor results. Invariant: after `grow` every row that
+was not preempted has the blocks of its planned tokens, and of those that a drafter's layers are written for behind
+them.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -34,13 +36,24 @@ class Growth:
         """`preempt`: lets a request wait without its blocks."""
         self._kv, self._running, self._loads, self._drafting = kv, running, loads, drafting
         self._preempt, self._max_model_len = preempt, max_model_len
+        self._of_one = functools.lru_cache(4096)(lambda num, computed: self._headroom(num, np.array([computed])))
 
-    def headroom(self, num: int) -> int:
+    def headroom(self, num: int, work: PlanBuilder) -> int:
         """Blocks that are kept free for those who run when one more is admitted. num: of tokens, for each and group."""
-        kv, rows = self._kv, self._running.rows
-        if not kv.cuts or not num:
-            return num * len(self._running.requests) * kv.num_groups
-        return kv.headroom(num, rows.num_computed[rows.num_tokens > 0])
+        if work.headroom is None:
+            rows = self._running.rows
+            work.headroom = self._headroom(num, rows.num_computed[rows.num_tokens > 0])
+        return work.headroom
+
+    def enter(self, num: int, request: Request, work: PlanBuilder) -> None:
+        """Count the headroom of a request that was just admitted."""
+        if work.headroom is not None:
+            work.headroom += self._of_one(num, request.num_computed)
+
+    def _headroom(self, num: int, computed: IntArray) -> int:
+        if not self._kv.cuts or not num:
+            return num * len(computed) * self._kv.num_groups
+        return self._kv.headroom(num, computed)
 
     def grow(self, at: IntArray, num_new: IntArray, work: PlanBuilder) -> bool:
         """Blocks for the rows that leave theirs, in order, if need be those of requests behind.

@@ -17,6 +17,7 @@ has the blocks of its planned tokens in every group, and every entry that a late
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 
 from octavo.cache.groups import CacheGroup
@@ -31,6 +32,7 @@ from octavo.sched.transfers.arrivals import Arrivals
 from octavo.sched.transfers.holds import Hold, Holds
 
 _NEVER = 1 << 62  # blocks: of requests that publish none any more
+_MOST_KNOWN = 4096  # answers that requests of equal lengths share
 
 
 @dataclasses.dataclass(slots=True)
@@ -107,6 +109,7 @@ class KVManager:
         self._being_written: dict[str, list[tuple[int, int]]] = {}
         self._fresh: list[int] = []  # blocks of these groups, handed out since the last `take_fresh`
         self._holds, self._arrivals = Holds(self._pool), Arrivals(groups, self._policies)
+        self._peak_blocks = functools.lru_cache(_MOST_KNOWN)(self._find_peak)
 
     @property
     def can_load(self) -> bool:
@@ -173,14 +176,13 @@ class KVManager:
         tokens behind the hit are to be loaded, so that there are null blocks where nobody reads them.
         """
         assert request.request_id not in self._entries, "a request is admitted once, and again only after `release`"
-        pool, tables = self._pool, [list(table) for table in hit.tables]
+        pool, tables, known = self._pool, [list(table) for table in hit.tables], request.num_tokens
         shared = [block for table in hit.tables for block in table if block != NULL_BLOCK] if hit.num_tokens else []
-        num_used = sum(not pool.is_free(block) for block in shared)
-        num_left = request.num_tokens - hit.num_tokens
-        beyond = max(num_tokens - request.num_tokens, 0)  # of what is not known yet
-        need = self._peak_blocks(request.num_tokens + max(beyond, 1), min(num_left + beyond, max_new))
+        num_used = sum([not pool.is_free(block) for block in shared])
+        beyond = max(num_tokens - known, 0)  # of what is not known yet
+        need = self._peak_blocks(known + max(beyond, 1), min(known - hit.num_tokens + beyond, max_new))
         if loads:
-            self._arrivals.skip_unread(tables, min(num_tokens, request.num_tokens - 1))
+            self._arrivals.skip_unread(tables, min(num_tokens, known - 1))
             lacking = (group.num_blocks(num_tokens) - len(own) for group, own in zip(self._groups, tables, strict=True))
             need = max(need, len(shared) + sum(lacking))
         if need - num_used + keep_free > pool.num_free:
@@ -194,7 +196,7 @@ class KVManager:
         self._entries[request.request_id] = entry
         request.num_found = hit.num_tokens
         if request.num_preemptions == 0:
-            self.stats.queries += request.num_tokens
+            self.stats.queries += known
             self.stats.hits += hit.num_tokens
         return [list(table) for table in entry.tables]
 
@@ -417,7 +419,7 @@ class KVManager:
                 self._fresh += [] if index in moves else filter(None, new[index])
         return new
 
-    def _peak_blocks(self, num_tokens: int, max_new: int) -> int:
+    def _find_peak(self, num_tokens: int, max_new: int) -> int:
         pairs = zip(self._num_blocks, self._policies, strict=True)
         return sum([num * policy.peak_entries(num_tokens, max_new) for num, policy in pairs])
 
@@ -489,9 +491,4 @@ class KVManager:
             return reversed(entry.tables[0])
         if self._are_alike:
             return (block for blocks in zip(*map(reversed, entry.tables), strict=True) for block in blocks)
-        ends = [
-            ((index // group.parts.blocks + 1) * group.block_size, block)
-            for group, table in zip(self._groups, entry.tables, strict=True)
-            for index, block in enumerate(table)
-        ]
-        return (block for _, block in sorted(ends, key=lambda end: end[0], reverse=True))
+        return self._advancing.tail_first(entry.tables, entry.num_dead)

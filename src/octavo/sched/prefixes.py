@@ -83,5 +83,8 @@ class Prefixes:
         """Let names find entries `first` to `last` of the table of group `index`. Null blocks are skipped."""
         _, _, column, columns, _, ratio = self._lookups[index]
         names, num = hashes[(first + 1) * ratio - 1 : last * ratio : ratio], len(columns)
-        for j in range(num):
-            self._pool.publish(table[first * num + j : last * num : num], column + j, names)
+        if num == 1:
+            self._pool.publish(table[first:last], column, names)
+            return
+        for at, name in zip(range(first * num, last * num, num), names, strict=True):
+            self._pool.publish_entry(table[at : at + num], column, name)

@@ -156,9 +156,10 @@ class Results:
         ended: dict[int, Request] = {}
         for row, token in zip(rows, tokens, strict=True):
             request = self._running.owners[row]
-            request.make_room()
             if (token in request.end_token_ids or request.num_tokens >= request.check_from) and ends(request, token):
                 ended[row] = request
+            else:
+                request.make_room()
         if ended:
             self._end(list(ended.values()))
             for row, request in ended.items():

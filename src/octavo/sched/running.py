@@ -45,6 +45,8 @@ class Running:
 
     def place(self, queue: list[Request], request: Request) -> int:
         """The place of `request` in a sorted queue that it is in."""
+        if queue[0] is request:  # who is served next
+            return 0
         place = bisect.bisect_left(queue, self._order(request), key=self._order)
         assert queue[place] is request, "a queue is sorted, and a request is in the queue of its status"
         return place

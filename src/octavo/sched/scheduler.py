@@ -62,9 +62,8 @@ class Scheduler:
         """`limits`: the worker's; of drafts a row verifies as many in a step as the worker's speculator proposes.
 
         `policy` and `priority_aging`: see order_of. whole_prompts: only output is chunked. cheap_tokens: see
-        Depth. load_timeout: seconds that
-        a transfer may take, and `match` to answer. load_failure_policy: "recompute" what did not arrive, or "fail" its
-        request; both are logged and counted.
+        Depth. load_timeout: seconds that a transfer may take, and `match` to answer. load_failure_policy: "recompute"
+        what did not arrive, or "fail" its request; both are logged and counted.
         """
         assert load_failure_policy in FAILURE_POLICIES, f"a load_failure_policy is one of {FAILURE_POLICIES}"
         in_pieces = enable_chunked_prefill and not whole_prompts
@@ -381,7 +380,7 @@ class Scheduler:
         if not num_new:
             return None
         # Without room for the running ones to grow the newcomer would soon be preempted, and computed again.
-        keep_free = self._growth.headroom(HEADROOM_BLOCKS)
+        keep_free = self._growth.headroom(HEADROOM_BLOCKS, work)
         end = hit.num_tokens + num_new
         ahead = min(self.drafting.lookahead, self._max_model_len - end)
         blocks = kv.admit(request, hit, end + ahead, max_new=self._max_new, keep_free=keep_free, ahead=ahead)
@@ -407,7 +406,7 @@ class Scheduler:
 
     def _begin_load(self, request: Request, hit: Hit, num_found: int, work: PlanBuilder) -> bool | None:
         """Reserve blocks for `num_found` tokens behind the hit, and wait for them. None: they do not fit."""
-        end, keep_free = hit.num_tokens + num_found, self._growth.headroom(HEADROOM_BLOCKS)
+        end, keep_free = hit.num_tokens + num_found, self._growth.headroom(HEADROOM_BLOCKS, work)
         if self.kv.admit(request, hit, end, max_new=self._max_new, keep_free=keep_free, loads=True) is None:
             if not self.running and not self.loads.keeps_blocks:
                 self.loads.refuse(request)  # its window is there twice, at both ends of the load
@@ -451,8 +450,9 @@ class Scheduler:
             request.num_in_flight = 1
             work.num_sampling += 1
         self._running.enter(request)
+        self._growth.enter(HEADROOM_BLOCKS, request, work)
         self.loads.enter(request)
-        self.drafting.depth.clear(np.array([request.row]))
+        self.drafting.depth.clear(request.row)
         work.admit(request, num_computed, num_new, blocks)
 
     def _preempt(self, request: Request, sound: int | None = None) -> None:

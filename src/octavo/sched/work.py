@@ -49,6 +49,7 @@ class PlanBuilder:
         "computed",
         "depth",
         "growth",
+        "headroom",
         "new_num_tokens",
         "new_rows",
         "num_drafts",
@@ -73,6 +74,7 @@ class PlanBuilder:
         self.num_sampling = 0
         self.num_loading = 0  # tokens of the budget that loads count for
         self.growth: list[NewBlocks] = []
+        self.headroom: int | None = None  # blocks that those who run may soon need; None: nobody has asked
 
     def admit(self, request: Request, num_computed: int, num_new: int, blocks: list[list[int]]) -> None:
         """A request enters its row, with `num_computed` tokens in the cache, and computes `num_new`."""

@@ -320,6 +320,7 @@ class Runner:
         if plan.new_rows:
             self._requests.add(*plan.new_rows)
             self._sampler.add(*plan.new_rows)
+            self._tables.begin(np.array([new.row for new in plan.new_rows]), [new.block_ids for new in plan.new_rows])
         for new in plan.new_rows:
             self._add(new)
         self._tables.extend(plan.new_blocks)
@@ -331,7 +332,6 @@ class Runner:
         self._sampler.apply_staged()
 
     def _add(self, new: NewRow) -> None:
-        self._tables.append(new.row, new.block_ids, overwrite=True)
         self._model_state.add(new)
         for observer in self._observers:
             observer.add(new)

@@ -49,7 +49,7 @@ class CacheBytes:
         """
         self.data, self.free_bytes, self.views, self.moves = data, free_bytes, views, moves
         self.description, self._gates = description, gates
-        self.device = data.device
+        self.device, self._entered = data.device, threading.local()
         self.num_pages, self.num_blocks, self.page_bytes = data.shape
         self.block_bytes = self.num_pages * self.page_bytes
         shares = {False: _SHARE_FROM_CACHE, True: _SHARE_TO_CACHE}
@@ -62,8 +62,9 @@ class CacheBytes:
 
     def enter_thread(self) -> None:
         """Let a library work in the calling thread: a new one has no context of a GPU's driver, which UCX asks for."""
-        if self.on_gpu:
+        if self.on_gpu and not hasattr(self._entered, "has_context"):
             torch.cuda.current_stream(self.device).query()
+            self._entered.has_context = True
 
     def host_memory(self, num_rows: int, row_bytes: int) -> torch.Tensor:
         """Memory for copies: uint8 [num_rows, row_bytes], pinned for a GPU. Raises RuntimeError where there is none."""

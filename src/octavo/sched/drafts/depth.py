@@ -28,7 +28,7 @@ class Depth:
         self._waited = np.zeros(limits.max_num_rows, np.int64)  # steps without drafts
         self.clear(np.arange(limits.max_num_rows))
 
-    def clear(self, rows: IntArray) -> None:
+    def clear(self, rows: IntArray | int) -> None:
         """Others run in `rows` from now on."""
         self._hits[rows], self._tries[rows], self._waited[rows] = _PRIOR_HITS, _PRIOR_TRIES, 0
 

@@ -18,8 +18,8 @@ from octavo.kv_connector.worker.ways.nixl_agent import POLL, NixlAgent, Runs
 from octavo.kv_connector.worker.ways.regions import (
     Region,
     foreseen,
-    joined_blocks,
     joined_runs,
+    num_joined,
     read_region,
     region_of,
     until_read,
@@ -62,8 +62,7 @@ class NixlWay:
 
     def orders_at_once(self, theirs: Sequence[int], blocks: Sequence[int]) -> bool:
         """See Way."""
-        _, counts = joined_blocks(blocks, theirs)
-        return len(counts) * self._own.num_pages <= _RUNS_AT_ONCE
+        return num_joined(blocks, theirs) * self._own.num_pages <= _RUNS_AT_ONCE
 
     def read_ahead(self, pair: Pair, theirs: Sequence[int], job: Job, blocks: Sequence[int]) -> Ahead:
         """See Way."""

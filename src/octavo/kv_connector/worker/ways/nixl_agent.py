@@ -54,6 +54,13 @@ class Runs(NamedTuple):
     kind: str  # of memory, in NIXL's words
 
 
+def _described(runs: Runs) -> np.ndarray:
+    """As the library wants them: uint64 [runs, 3], the device with each."""
+    told = np.empty((len(runs.places), 3), np.uint64)
+    told[:, :2], told[:, 2] = runs.places, runs.device
+    return told
+
+
 class NixlAgent:
     """Any thread may use it."""
 
@@ -106,13 +113,8 @@ class NixlAgent:
         """As `move`, without the wait, which is to be called, with what is done meanwhile."""
         began = time.monotonic()
         with self._lock:
-            sides = [
-                self._agent.get_xfer_descs(
-                    np.column_stack([r.places, np.full(len(r.places), r.device, np.uint64)]), r.kind
-                )
-                for r in (own, others)
-            ]
-            handle = self._agent.initialize_xfer(what, *sides, name, b"octavo")
+            sides = [self._agent.get_xfer_descs(_described(runs), runs.kind) for runs in (own, others)]
+            handle = self._agent.initialize_xfer(what, *sides, name)  # a word to the other side would wait for its look
             state = self._agent.transfer(handle)
         return functools.partial(self._wait, what, handle, state, began, pair)
 

@@ -5,6 +5,7 @@ Owns the message and the addresses in it. Knows blocks as runs of bytes, and no 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 
@@ -47,6 +48,14 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
         """(address, bytes) of each part of each block, part by part: uint64 [runs, 2]. num_parts: see `strides`."""
         return self._runs(np.array(blocks, np.int64), np.ones(len(blocks), np.int64), num_parts)
 
+    def run(self, num_parts: int) -> np.ndarray:
+        """`runs` of all blocks, which follow each other, as one."""
+        part_stride, block_stride = self.strides(num_parts)
+        runs = np.empty((num_parts, 2), np.uint64)
+        np.add(_offsets(num_parts, part_stride), self.base + self.blocks[0] * block_stride, out=runs[:, 0])
+        runs[:, 1] = len(self.blocks) * (self.page_bytes * self.num_pages // num_parts)
+        return runs
+
     def _runs(self, blocks: np.ndarray, counts: np.ndarray, num_parts: int) -> np.ndarray:
         """Of so many blocks behind each other, which lie together."""
         part_stride, block_stride = self.strides(num_parts)
@@ -55,6 +64,12 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
         np.add(first, blocks * block_stride, out=runs[:, :, 0], casting="unsafe")
         runs[:, :, 1] = counts * (self.page_bytes * self.num_pages // num_parts)
         return runs.reshape(-1, 2)
+
+
+@functools.lru_cache(16)
+def _offsets(num_parts: int, stride: int) -> NDArray[np.uint64]:
+    """Of the parts of a block."""
+    return np.arange(num_parts, dtype=np.uint64) * np.uint64(stride)
 
 
 def _is_run(blocks: Sequence[int]) -> bool:
@@ -74,11 +89,18 @@ def joined_blocks(own: Sequence[int], others: Sequence[int]) -> tuple[NDArray[np
     return both[:, starts[:-1]], starts[1:] - starts[:-1]
 
 
+def num_joined(own: Sequence[int], others: Sequence[int]) -> int:
+    """How many runs `joined_blocks` gives."""
+    return 1 if _is_run(own) and _is_run(others) else len(joined_blocks(own, others)[1])
+
+
 def joined_runs(own: Region, others: Region) -> tuple[np.ndarray, np.ndarray]:
     """`Region.runs` of the blocks of both: those that follow each other on both sides as one, where pages do so."""
     parts = max(own.num_pages, others.num_pages)  # of a block: they lie apart on one side, or on both
     if own.num_pages != others.num_pages:
         return own.runs(own.blocks, parts), others.runs(others.blocks, parts)
+    if _is_run(own.blocks) and _is_run(others.blocks):  # a load's copy waits for this: few calls
+        return own.run(parts), others.run(parts)
     (here, there), counts = joined_blocks(own.blocks, others.blocks)
     return own._runs(here, counts, parts), others._runs(there, counts, parts)
 
