@@ -195,6 +195,19 @@ static Four square(u32 at) {
     });
     return y;
 }
+static Four square_turned(u32 at) {
+    Four y;
+    u32 lane = current % 32;
+    if (at % 16) abort();
+    exchange({at}, [&](auto of) {
+        for (u32 i = 0; i < 4; ++i) {
+            u16 pair[2];
+            for (u32 k = 0; k < 2; ++k) memcpy(&pair[k], memory + of(8 * i + lane % 4 * 2 + k, 0) + lane / 4 * 2, 2);
+            y.x[i] = pair[0] | (u32)pair[1] << 16;
+        }
+    });
+    return y;
+}
 static u32 transposed(u32 x) {
     u32 y = 0;
     exchange({x}, [&](auto of) {

@@ -81,6 +81,13 @@ __device__ inline Four square(u32 at) {
                  : "=r"(y.x[0]), "=r"(y.x[1]), "=r"(y.x[2]), "=r"(y.x[3]) : "r"(at) : "memory");
     return y;
 }
+// The same of the matrix transposed: each of its four squares is, in place.
+__device__ inline Four square_turned(u32 at) {
+    Four y;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(y.x[0]), "=r"(y.x[1]), "=r"(y.x[2]), "=r"(y.x[3]) : "r"(at) : "memory");
+    return y;
+}
 // 8 x 8 of 16-bit numbers, two a lane, transposed.
 __device__ inline u32 transposed(u32 x) {
     u32 y;
