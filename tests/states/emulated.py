@@ -76,7 +76,7 @@ def emulated(blocks: int, *, groups: int = 2, compares: bool = False) -> Iterato
         launches.append("delta_prompts")
         heads = num_rows * int(own["HEADS"])
         own, blocks = {**own, "GROUPS": groups}, heads * 2 // groups
-        _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), blocks, delta_prompts.THREADS)
+        _library("delta_prompts", tuple(own.items())).run(ctypes.byref(told), blocks, delta_prompts.threads_of(groups))
 
     def prepare(told: delta_prepare.Told, num_chunks: int, own: dict[str, int | str], _: torch.device) -> None:
         assert delta_prepare in loaded or not compares

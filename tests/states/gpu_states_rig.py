@@ -286,9 +286,9 @@ def one_kernel_decodes(heads: tuple[int, int], begins: Sequence[int], steps: int
 
 
 def prompts_in_cuda(groups: int, *kernels: ModuleType) -> None:
-    """The delta rule's, lanes on a CPU, beside Triton's: from a state on, within a block, and an open chunk."""
+    """The delta rule's, lanes on a CPU, beside Triton's: from a state on over chunks, within a block, an open chunk."""
     case = rig.CASES["delta"](torch.float16, 1, 2, 128, 128)
-    drawn = rig.draw_all(case, (151, 70, 121))
+    drawn = rig.draw_all(case, (295, 70, 121))
     found = []
     for copied in ((), kernels):
         own = unittest.mock.patch.multiple(delta_gpu, _COPIED=copied)
@@ -296,7 +296,7 @@ def prompts_in_cuda(groups: int, *kernels: ModuleType) -> None:
             rows = rig.Rows(case, GpuStates(), drawn, block_size=64)
             rows.compute({1: 70, 0: 64, 2: 21})
             rows.padded = 1
-            rows.compute({2: 99, 0: 86})
+            rows.compute({2: 99, 0: 230})
             rows.compute({0: 1, 2: 1})  # by what is kept
         assert launches == [each.__name__.rpartition(".")[2] for each in copied] * 2
         stores = [rows.own.states[0], *rows.own.kept_inputs[4:]]

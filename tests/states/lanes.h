@@ -209,16 +209,6 @@ static Four square_turned(u32 at) {
     });
     return y;
 }
-static void put_square_turned(u32 at, const Four& y) {
-    if (at % 16) abort();
-    exchange({y.x[0], y.x[1], y.x[2], y.x[3]}, [&](auto of) {
-        for (u32 k = 0, lane = current % 32; k < 8; ++k) {
-            u32 word = of(k * 4 + lane % 8 / 2, lane / 8);
-            u16 half = lane % 2 ? word >> 16 : word & 0xffff;
-            memcpy(memory + at + k * 2, &half, 2);
-        }
-    });
-}
 static u32 transposed(u32 x) {
     u32 y = 0;
     exchange({x}, [&](auto of) {
@@ -247,7 +237,10 @@ static void multiply(float (&sum)[4], const Four& a, const Two& b) {
     });
 }
 template <int N> static void hold(float (&)[N][4]) {}
+static void hold(int&) {}
 template <int N> static void hold(Four (&)[N]) {}
+template <int COUNT> static void take_registers() {}
+template <int COUNT> static void give_registers() {}
 static void seen_by_groups() {}
 static void group_begin() {}
 static void group_commit() {}

@@ -88,11 +88,6 @@ __device__ inline Four square_turned(u32 at) {
                  : "=r"(y.x[0]), "=r"(y.x[1]), "=r"(y.x[2]), "=r"(y.x[3]) : "r"(at) : "memory");
     return y;
 }
-// Four squares, as products give them, into shared memory: each is transposed, in place.
-__device__ inline void put_square_turned(u32 at, const Four& y) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                 :: "r"(at), "r"(y.x[0]), "r"(y.x[1]), "r"(y.x[2]), "r"(y.x[3]) : "memory");
-}
 // 8 x 8 of 16-bit numbers, two a lane, transposed.
 __device__ inline u32 transposed(u32 x) {
     u32 y;
@@ -122,10 +117,14 @@ template <int N> __device__ inline void hold(float (&sums)[N][4]) {  // they cha
 #pragma unroll
     for (int i = 0; i < N * 4; ++i) asm volatile("" : "+f"(sums[i / 4][i % 4]) :: "memory");
 }
+__device__ inline void hold(int& x) { asm volatile("" : "+r"(x)); }
 template <int N> __device__ inline void hold(Four (&given)[N]) {
 #pragma unroll
     for (int i = 0; i < N * 4; ++i) asm volatile("" : "+r"(given[i / 4].x[i % 4]) :: "memory");
 }
+// Of a warp group's lanes: how many registers each has from here on.
+template <int COUNT> __device__ inline void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }
+template <int COUNT> __device__ inline void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }
 __device__ inline void seen_by_groups() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ inline void group_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void group_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

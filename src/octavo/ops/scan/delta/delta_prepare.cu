@@ -18,6 +18,7 @@
 #define SUMS (TRIANGLES + PER * 4 * 1024)
 #define RATES (SUMS + PER * CHUNK * 4)
 
+
 struct Told {
     const u16 *qkv, *a, *b;
     const float *decay, *dt_bias;
@@ -183,6 +184,65 @@ __device__ inline void invert(u32 triangle, float* goal) {
     }
 }
 
+// Of 16 tokens and each head the factors of o, or M, and what T is made of: all that comes of products `alike`.
+template <bool IS_FACTOR>
+__device__ inline void scale(const Told& told, const Part& part, u32 base, int block, const float (&alike)[8][4], u32 lane) {
+    int first = block * 16, last = min(part.end - part.begin - first, 16);  // tokens that there are
+    constexpr u32 pitch = IS_FACTOR ? PITCH : ROOM_PITCH;
+    u32 room = base + (IS_FACTOR ? QUERIES + first * PITCH : ROOMS + block * 16 * ROOM_PITCH);
+    i64 line = ((i64)(part.first_block + block) * HEADS + part.key_head * PER) * 16;
+#pragma unroll 1
+    for (int head = 0; head < PER; ++head, line += 16) {
+        u32 sums = base + SUMS + head * CHUNK * 4, rates = base + RATES + head * CHUNK * 4;
+        u32 triangle = base + TRIANGLES + (head * 4 + block) * 1024;
+        float own[2], rate[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            own[half] = number(get(sums + (first + lane / 4 + half * 8) * 4));
+            if (!IS_FACTOR) rate[half] = number(get(rates + (first + lane / 4 + half * 8) * 4));
+        }
+        int row = lane / 4, column = lane % 4 * 2;
+        hold(row), hold(column);  // or all that is compared below would be kept in bits
+        warp_together();  // the room is free
+#pragma unroll
+        for (int tile = 0; tile < 8; ++tile) {
+            if (tile / 2 > block) continue;
+            Two then = get2(sums + tile * 32 + column * 4);
+            float scaled[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float left = exponential(less(own[i / 2], number(then.x[i % 2])));
+                if (!IS_FACTOR) left = times(rate[i / 2], left);
+                scaled[i] = times(left, alike[tile][i]);
+            }
+            if (tile / 2 == block)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (row + i / 2 * 8 < column + tile % 2 * 8 + i % 2 + !IS_FACTOR) scaled[i] = 0.0f;
+            if (last < 16)
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    if (row + i / 2 * 8 >= last) scaled[i] = 0.0f;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if (!IS_FACTOR && tile / 2 == block) {
+                    u32 at = triangle + (row + half * 8) * 64 + tile % 2 * 32 + column * 4;
+                    put(at, bits_of(scaled[2 * half]));
+                    put(at + 4, bits_of(scaled[2 * half + 1]));
+                } else {
+                    put(room + (row + half * 8) * pitch + tile * 16 + column * 2, pack(scaled[2 * half], scaled[2 * half + 1]));
+                }
+            }
+        }
+        warp_together();
+        u64 goal = (u64)((IS_FACTOR ? told.factor : told.before) + (line + lane / 8) * CHUNK + lane % 8 * 8);
+        u32 from = room + lane / 8 * pitch + lane % 8 * 16;
+        if (lane % 8 / 2 < block + IS_FACTOR)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) write(goal + i * 4 * CHUNK * 2, get4(from + i * 4 * pitch));
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(const __grid_constant__ Told told) {
     wait_for_before();
     let_next_begin();
@@ -223,58 +283,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
         if (keeps && held > 0) told.total_kept[goal + head] = sum;
     }
     if (!is_made) return;
-    bool is_full = part.begin + first + 16 <= part.end;
-    u32 room = base + (is_factor ? QUERIES + first * PITCH : ROOMS + warp * 16 * ROOM_PITCH);
-    u32 pitch = is_factor ? PITCH : ROOM_PITCH;
-    i64 line = ((i64)(part.first_block + block) * HEADS + part.key_head * PER) * 16;
-#pragma unroll 1
-    for (int head = 0; head < PER; ++head, line += 16) {
-        u32 sums = base + SUMS + head * CHUNK * 4, rates = base + RATES + head * CHUNK * 4;
-        u32 triangle = base + TRIANGLES + (head * 4 + block) * 1024;
-        float own[2], rate[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            own[half] = number(get(sums + (first + lane / 4 + half * 8) * 4));
-            rate[half] = number(get(rates + (first + lane / 4 + half * 8) * 4));
-        }
-        warp_together();  // the room is free
-#pragma unroll
-        for (int tile = 0; tile < 8; ++tile) {
-            int column = tile * 8 + lane % 4 * 2;
-            bool is_own = tile / 2 == block;
-            if (tile / 2 > block) continue;
-            Two then = get2(sums + column * 4);
-            float scaled[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float left = exponential(less(own[i / 2], number(then.x[i % 2])));
-                if (!is_factor) left = times(rate[i / 2], left);
-                scaled[i] = times(left, alike[tile][i]);
-            }
-            if (is_own || !is_full)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    int row = first + lane / 4 + i / 2 * 8, before = column + i % 2 + (is_own && !is_factor);
-                    if (row < before || part.begin + row >= part.end) scaled[i] = 0.0f;
-                }
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                u32 row = lane / 4 + half * 8;
-                if (!is_factor && is_own) {
-                    put(triangle + row * 64 + (column - first) * 4, bits_of(scaled[2 * half]));
-                    put(triangle + row * 64 + (column - first) * 4 + 4, bits_of(scaled[2 * half + 1]));
-                } else {
-                    put(room + row * pitch + column * 2, pack(scaled[2 * half], scaled[2 * half + 1]));
-                }
-            }
-        }
-        warp_together();
-        u16* goal = (is_factor ? told.factor : told.before) + line * CHUNK;
-#pragma unroll
-        for (int i = lane; i < 16 * 8; i += 32)
-            if (i % 8 / 2 < block + is_factor)
-                write((u64)(goal + i / 8 * CHUNK + i % 8 * 8), get4(room + i / 8 * pitch + i % 8 * 16));
-    }
+    if (is_factor) scale<true>(told, part, base, block, alike, lane);
+    else scale<false>(told, part, base, block, alike, lane);
     if (is_factor) return;
     i64 made = ((i64)(part.first_block + block) * HEADS + part.key_head * PER) * 256;
     for (int head = lane / 16; head < PER; head += 2)

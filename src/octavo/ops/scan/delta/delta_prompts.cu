@@ -1,11 +1,12 @@
 // The gated delta rule over prompts: chunks walked one behind the other. Told of by delta_prompts.py.
 //
 // A block has a row and 64 * GROUPS channels of a head; a warp 16 of them, whose state it holds in registers, transposed:
-// [channels, keys]. So are all products: what one gives, as the matrix unit lays it, is what the next takes for its first
-// operand. From k S to T's, M's, f's and the next state's no lane waits for another's numbers. Second operands are a
-// chunk's keys, queries, M, f and T in shared memory, which come by asynchronous copies while the chunk before is
-// computed. Products of all 64 tokens are a warp group's, which reads an operand once for its four warps; those of M and
-// T, between which a block of 16 tokens waits for the one before it, are a warp's.
+// [channels, keys]. A lane has two neighbouring channels. So are all products: what one gives, as the matrix unit lays
+// it, is what the next takes for its first operand. From k S to T's, M's, f's and the next state's no lane waits for
+// another's numbers. Second operands are a chunk's keys, queries, M, f and T in shared memory. Products of all 64 tokens
+// are a warp group's, which reads an operand once for its four warps; those of M and T, between which a block of 16
+// tokens waits for the one before it, are a warp's. Four warps more help: while a chunk is computed they write the
+// results of the one before it, ask for one that comes, and weigh the keys of the next.
 //
 // A step may begin within a chunk, which then has the tokens before as they are kept, and the updates of whole blocks of
 // 16 before.
@@ -13,10 +14,11 @@
 // Invariant: the operations on a channel are those of `delta_walk` and `delta_scan`, in the same order; where those
 // multiply by zeros, they may be left out.
 
-#define HELPERS (GROUPS == 1 ? 128 : 0)  // lanes that ask, weigh and write for a group alone
-#define THREADS (128 * GROUPS + HELPERS)
+#define LANES 128  // of a group, or that help
+#define THREADS (LANES * GROUPS + LANES)
 #define CHANNELS (64 * GROUPS)
-#define PARTS (SIZE / CHANNELS)  // blocks of a head
+#define BUFFERS (4 - GROUPS)      // chunks whose operands there is room for
+#define PARTS (SIZE / CHANNELS)   // blocks of a head
 
 struct Told {
     const u16 *query, *key, *value;  // normed, [T, KEY_HEADS, SIZE]; value within rows of qkv
@@ -33,22 +35,24 @@ struct Told {
     int state_columns, input_columns, state_first, input_first, num_rows;
 };
 
-// In shared memory: two chunks' operands, then weighted keys of one. Keys and queries are two tiles of 64 channels, f is
-// one: see `in_tile`.
+// In shared memory: chunks' operands, then weighted keys of two chunks. Keys and queries are two tiles of 64 channels, f
+// is one: see `in_tile`. Results take the place of values.
 #define TILE (CHUNK * 128)
 #define QUERIES (2 * TILE)
 #define OWN_F (4 * TILE)
 #define OWN_VALUES (5 * TILE)
 #define PITCH (2 * CHANNELS + 16)  // of values and results
 #define OWN_M (OWN_VALUES + CHUNK * PITCH)
-#define M_PITCH 144
+#define M_PITCH 112
 #define OWN_T (OWN_M + CHUNK * M_PITCH)
 #define T_PITCH 96
 #define OWN_SUMS (OWN_T + CHUNK * T_PITCH)
 #define OWN_RATES (OWN_SUMS + CHUNK * 4)
 #define CHUNK_BYTES ((OWN_RATES + CHUNK * 4 + 1023) / 1024 * 1024)
-#define WEIGHTED (2 * CHUNK_BYTES)
-#define RESULTS (WEIGHTED + 2 * TILE)  // of the chunk before
+#define WEIGHTED (BUFFERS * CHUNK_BYTES)
+
+#define LINES (LANES / 8)  // of which those that help have 16 bytes each
+__device__ inline u32 own_lane() { return thread() % LANES; }
 
 // Of a tile, where 16 bytes of a line lie.
 __device__ inline u32 in_tile(u32 line, u32 part) { return line * 128 + (part ^ line % 8) * 16; }
@@ -61,9 +65,8 @@ struct Walk {
 
 // Ask for a chunk's operands. Of tokens that are not there zeros come. A thread has one part of 16 bytes of every LINES-th
 // line, so that its addresses differ by constants.
-#define LINES (16 * GROUPS)
 __device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to) {
-    int left = walk.end - begin, line = (thread() - HELPERS) / 8, part = thread() % 8;
+    int left = walk.end - begin, line = own_lane() / 8, part = thread() % 8;
     i64 token = walk.token + begin - walk.computed + line;
     i64 block = walk.first_block + (begin + line) / 16;
     u64 key = (u64)(told.key + (token * KEY_HEADS + walk.key_head) * SIZE + part * 8);
@@ -89,7 +92,7 @@ __device__ inline void ask(const Told& told, const Walk& walk, int begin, u32 to
             copy16(to + OWN_M + (line + step) * M_PITCH + part * 16, before + step * HEADS * CHUNK * 2, is_made ? 16 : 0);
         if (part < 4) copy16(to + OWN_T + (line + step) * T_PITCH + part * 16, inverse + step * HEADS * 16 * 4, is_made ? 16 : 0);
     }
-    u32 mine = thread() - HELPERS;
+    u32 mine = own_lane();
     if (mine < 2 * CHUNK) {
         int at = mine % CHUNK;
         const float* from = mine < CHUNK ? told.total : told.rate;
@@ -104,7 +107,7 @@ __device__ inline void ask_open(const Told& told, const Walk& walk, u32 to) {
     u32 part = thread() % 8;
     int held, known = walk.computed / 16 * 16;
 #pragma unroll 1
-    for (u32 line = (thread() - HELPERS) / 8; line < CHUNK; line += LINES) {
+    for (u32 line = own_lane() / 8; line < CHUNK; line += LINES) {
         int at = walk.begin + line, bytes = at < walk.end ? 16 : 0, sum_bytes = bytes / 4;
         bool is_old = at < walk.computed, is_made = at >= known && at / 16 * 16 < walk.end;
         i64 token = (i64)walk.token + at - walk.computed, own_line = ((i64)(walk.first_block + at / 16) * HEADS + walk.head) * 16 + at % 16;
@@ -137,61 +140,91 @@ __device__ inline void ask_open(const Told& told, const Walk& walk, u32 to) {
     commit();
 }
 
-// Keep the inputs of tokens from `from` on.
-__device__ inline void keep(const Told& told, const Walk& walk, int from) {
-    constexpr Form keys{KEY_FORM}, values{VALUE_FORM};
-    for (int i = thread(); i < (walk.end - from) * 16; i += THREADS) {
-        int at = from + i / 16, channel = i % 16 * 8, held;
-        i64 token = walk.token + at - walk.computed;
-        u64 goal = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, values, held);
-        if (held > 0 && channel < CHANNELS)
-            write((u64)(told.value_kept + goal + walk.channel + channel),
-                  read((u64)(told.value + token * told.value_row + walk.channel + channel)));
-        if (walk.channel % (HEADS / KEY_HEADS * SIZE)) continue;  // another's
-        goal = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, keys, held);
-        if (held > 0)
-            write((u64)(told.key_kept + goal + walk.key_head * SIZE + channel),
-                  read((u64)(told.key + (token * KEY_HEADS + walk.key_head) * SIZE + channel)));
-    }
-}
-
-// 8 tokens' 16 channels, as products give them, transposed: of a token, which is lane / 4, four channels to write.
-__device__ inline Two written(u32 low, u32 high, u32 lane) {
-    low = transposed(low), high = transposed(high);
-    bool is_odd = lane % 2;
-    u32 other = from_lane(is_odd ? low : high, lane ^ 1);
-    return is_odd ? Two{{other, high}} : Two{{low, other}};
-}
-
-// Weigh a chunk's keys by what is left of them at its end.
-__device__ inline void weigh(u32 own, u32 to, float last) {
+// Copy lines of 16-byte parts, of tokens from `from` on: four parts at a time, so that none waits for another.
+template <int PARTS_OF_LINE, class Source, class Goal>
+__device__ inline void keep_lines(const Walk& walk, int from, Source source, Goal goal) {
+    int count = (walk.end - from) * PARTS_OF_LINE;
+#pragma unroll 1
+    for (int first = own_lane(); first < count; first += 4 * LANES) {
+        Four given[4];
 #pragma unroll
-    for (int step = 0; step < CHUNK; step += LINES) {
-        int line = (thread() - HELPERS) / 8 + step;
-        float weight = exponential(less(last, number(get(own + OWN_SUMS + line * 4))));
+        for (int i = 0; i < 4; ++i) {
+            int line = min(first + i * LANES, count - 1);
+            given[i] = read(source(walk.token + from + line / PARTS_OF_LINE - walk.computed) + line % PARTS_OF_LINE * 16);
+        }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            u32 at = half * TILE + in_tile(line - step, thread() % 8) + step * 128;
-            Four key = get4(own + at);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                key.x[i] = pack(times(widened(key.x[i] & 0xffff), weight), times(widened(key.x[i] >> 16), weight));
-            put4(to + at, key);
+        for (int i = 0; i < 4; ++i) {
+            int line = first + i * LANES;
+            u64 to = line < count ? goal(from + line / PARTS_OF_LINE) : 0;
+            if (to) write(to + line % PARTS_OF_LINE * 16, given[i]);
         }
     }
 }
 
-// Write the results of the chunk at `begin`.
-__device__ inline void write_results(const Told& told, const Walk& walk, int begin, u32 from) {
-    int line = (thread() - HELPERS) / 8, part = thread() % 8;
+// Keep the inputs of tokens from `from` on.
+__device__ inline void keep(const Told& told, const Walk& walk, int from) {
+    constexpr Form keys{KEY_FORM}, values{VALUE_FORM};
+    auto where = [&](const u16* kept, int at, const Form& form, int channel) {
+        int held;
+        u64 goal = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, form, held) + channel;
+        return held > 0 ? (u64)(kept + goal) : 0;
+    };
+    keep_lines<CHANNELS / 8>(
+        walk, from, [&](i64 token) { return (u64)(told.value + token * told.value_row + walk.channel); },
+        [&](int at) { return where(told.value_kept, at, values, walk.channel); });
+    if (walk.channel % (HEADS / KEY_HEADS * SIZE)) return;  // keys are another's
+    keep_lines<SIZE / 8>(
+        walk, from, [&](i64 token) { return (u64)(told.key + (token * KEY_HEADS + walk.key_head) * SIZE); },
+        [&](int at) { return where(told.key_kept, at, keys, walk.key_head * SIZE); });
+}
+
+// Of two words the low halves, or the high ones.
+__device__ inline u32 lows(u32 first, u32 second) { return bytes_of(first, second, 0x5410); }
+__device__ inline u32 highs(u32 first, u32 second) { return bytes_of(first, second, 0x7632); }
+
+// 8 tokens' 16 channels, as products give them, transposed: of a token, which is lane / 4, four channels to write.
+__device__ inline Two written(u32 even, u32 odd) {
+    even = transposed(even), odd = transposed(odd);
+    return Two{{lows(even, odd), highs(even, odd)}};
+}
+
+// Weigh a chunk's keys by what is left of them at its end.
+__device__ inline void weigh(u32 own, u32 to, int last) {
+    u32 line = own_lane() / 8, at = in_tile(line, own_lane() % 8);
+    float sum = number(get(own + OWN_SUMS + last * 4)), weight[CHUNK / LINES];
+    Four key[2 * CHUNK / LINES];
+#pragma unroll
+    for (int i = 0; i < 2 * CHUNK / LINES; ++i) key[i] = get4(own + at + i % 2 * TILE + i / 2 * LINES * 128);
+#pragma unroll
+    for (int i = 0; i < CHUNK / LINES; ++i) weight[i] = number(get(own + OWN_SUMS + (line + i * LINES) * 4));
+#pragma unroll
+    for (int i = 0; i < CHUNK / LINES; ++i) weight[i] = exponential(less(sum, weight[i]));
+#pragma unroll
+    for (int i = 0; i < 2 * CHUNK / LINES; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            u32 pair = key[i].x[j];
+            key[i].x[j] = pack(times(widened(pair & 0xffff), weight[i / 2]), times(widened(pair >> 16), weight[i / 2]));
+        }
+        put4(to + at + i % 2 * TILE + i / 2 * LINES * 128, key[i]);
+    }
+}
+
+// Write the results of the chunk at `begin`, which lie where its values were.
+__device__ inline void write_results(const Told& told, const Walk& walk, int begin, u32 own) {
+    int line = own_lane() / 8, part = own_lane() % 8;
     i64 token = walk.token + begin - walk.computed + line;
     u64 goal = (u64)(told.out + token * HEADS * SIZE + walk.channel + part * 8);
+    constexpr int count = CHUNK / LINES * GROUPS;
+    Four given[count];
 #pragma unroll
-    for (int step = 0; step < CHUNK; step += LINES)
+    for (int i = 0; i < count; ++i)
+        given[i] = get4(own + OWN_VALUES + (line + i / GROUPS * LINES) * PITCH + part * 16 + i % GROUPS * 128);
 #pragma unroll
-        for (int half = 0; half < GROUPS; ++half)
-            if (line + step < walk.end - begin && line + step >= walk.computed - begin)
-                write(goal + (step * HEADS * SIZE + half * 64) * 2, get4(from + (line + step) * PITCH + part * 16 + half * 128));
+    for (int i = 0; i < count; ++i) {
+        int at = begin + line + i / GROUPS * LINES;
+        if (at < walk.end && at >= walk.computed) write(goal + (i / GROUPS * LINES * HEADS * SIZE + i % GROUPS * 64) * 2, given[i]);
+    }
 }
 
 // Where the head's state behind `border` tokens is kept; -1: it is not.
@@ -205,13 +238,47 @@ __device__ inline i64 state_at(const Told& told, const Walk& walk, int border) {
 // Of eight keys, what the lane has of a state. goal: of its first key and channel.
 __device__ inline void write_keys(float* goal, int eight, const float (&state)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) goal[(eight * 8 + i % 2) * SIZE + i / 2 * 8] = state[i];
+    for (int i = 0; i < 2; ++i)
+        write2((u64)(goal + (eight * 8 + i) * SIZE), Two{{bits_of(state[i]), bits_of(state[2 + i])}});
+}
+
+// What the four warps do that help. With room for three chunks they ask for one two ahead, else for the next.
+__device__ inline void help(const Told& told, const Walk& walk, u32 base) {
+    wait_for_before();
+    if (walk.begin < walk.computed) ask_open(told, walk, base);
+    else ask(told, walk, walk.begin, base);
+    int end = walk.end, begin = walk.begin, turn = 0;
+    u32 own = base, next = base + CHUNK_BYTES, before = base + (BUFFERS - 1) * CHUNK_BYTES;
+    auto ask_for = [&](int begin, u32 to) {
+        if (begin < end) ask(told, walk, begin, to);
+        else commit();
+    };
+    auto make_ready = [&](int begin, u32 at, int turn) {
+        arrived<BUFFERS - 2>();
+        some_together(1, LANES);
+        weigh(at, base + WEIGHTED + turn * 2 * TILE, min(end - begin, CHUNK) - 1);
+        seen_by_groups();
+    };
+    if (BUFFERS > 2) ask_for(begin + CHUNK, next);
+    make_ready(begin, own, turn);
+    for (; begin < end; begin += CHUNK) {
+        together();
+        if (begin > walk.begin) write_results(told, walk, begin - CHUNK, before);
+        ask_for(begin + (BUFFERS - 1) * CHUNK, before);
+        turn ^= 1;
+        if (begin + CHUNK < end) make_ready(begin + CHUNK, next, turn);
+        u32 free = before;
+        before = own, own = next, next = BUFFERS > 2 ? free : before;
+    }
+    together();
+    write_results(told, walk, begin - CHUNK, before);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __grid_constant__ Told told) {
     constexpr Form updates{UPDATE_FORM};
     extern __shared__ __align__(1024) unsigned char memory[];
-    u32 base = (u32)__cvta_generic_to_shared(memory), warp = thread() / 32, lane = thread() % 32;
+    u32 base = (u32)__cvta_generic_to_shared(memory), lane = thread() % 32;
+    u32 warp = from_lane(thread() / 32, 0);  // one for the warp: so are addresses of products, which the compiler then sees
     int row = *told.num_ahead + block() / (HEADS * PARTS);
     bool is_row = row < told.num_rows;
     if (!is_row) row = 0;
@@ -229,38 +296,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     walk.states = told.state_table + told.rows[row] * told.state_columns;
     walk.inputs = told.input_table + told.rows[row] * told.input_columns;
     int kept_from = max(walk.computed, (walk.end - 1) / CHUNK * CHUNK - CHUNK), held;
-    bool is_group = !HELPERS || warp < 4, is_helper = !HELPERS || warp >= 4;
-    u32 first = walk.channel % SIZE + warp * 16, lane_first = lane % 4 * 2 * SIZE + first + lane / 4;
+    if (warp >= 4 * GROUPS) {
+        if (GROUPS == 2) give_registers<88>();  // of 168
+        help(told, walk, base);
+        return;
+    }
+    if (GROUPS == 2) take_registers<208>();
+    u32 first = walk.channel % SIZE + warp * 16, lane_first = lane % 4 * 2 * SIZE + first + lane / 4 * 2;
     float state[16][4] = {};
     i64 source = walk.begin > 0 ? state_at(told, walk, walk.begin) : -1;
-    if (is_group && source >= 0)
+    if (source >= 0)
 #pragma unroll
         for (int j = 0; j < 16; ++j)
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                state[j][i] = told.state[source + lane_first + (j * 8 + i % 2) * SIZE + i / 2 * 8];
+                state[j][i] = told.state[source + lane_first + (j * 8 + i % 2) * SIZE + i / 2];
     wait_for_before();
-    if (is_helper && walk.begin < walk.computed) ask_open(told, walk, base);
-    else if (is_helper) ask(told, walk, walk.begin, base);
-    keep(told, walk, kept_from);
-    auto help = [&](int begin, u32 own, u32 next) {
-        if (walk.end - begin > CHUNK) ask(told, walk, begin + CHUNK, next);
-        if (begin > walk.begin) write_results(told, walk, begin - CHUNK, base + RESULTS);
-        weigh(own, base + WEIGHTED, number(get(own + OWN_SUMS + (min(walk.end - begin, CHUNK) - 1) * 4)));
-        seen_by_groups();
-    };
-    int begin = walk.begin;
-    for (int turn = 0; begin < walk.end; begin += CHUNK, turn ^= 1) {
-        u32 own = base + turn * CHUNK_BYTES, next = base + (turn ^ 1) * CHUNK_BYTES;
+    if (warp < 4) keep(told, walk, kept_from);
+    int begin = walk.begin, turn = 0, half_turn = 0;
+#pragma unroll 1
+    for (; begin < walk.end; begin += CHUNK) {
+        u32 own = base + turn * CHUNK_BYTES, weighted = base + WEIGHTED + half_turn * 2 * TILE;
         int left = walk.end - begin;
-        arrived<0>();
-        seen_by_groups();
-        together();  // the chunk is there, and nobody is behind
-        if (!is_group) {
-            help(begin, own, next);
-            together();
-            continue;
-        }
+        together();  // the chunk is there and weighed, and results of the one before are
         Four rounded[8], update[4];
         float begun[8][2];
 #pragma unroll
@@ -280,7 +338,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
         group_commit();
         i64 goal = begin > walk.begin ? state_at(told, walk, begin) : -1;
         float* kept = told.state + goal + lane_first;
-        if (is_helper) help(begin, own, next);
         float decay = exponential(number(get(own + OWN_SUMS + (min(left, CHUNK) - 1) * 4)));
         group_arrived<1>(of_key);
 #pragma unroll
@@ -293,19 +350,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
                 for (int half = 0; half < 2; ++half)
                     multiply(of_m[half], update[other], Two{{m.x[2 * half], m.x[2 * half + 1]}});
             }
-            Four values = square_turned(own + OWN_VALUES + (block * 16 + lane / 16 * 8 + lane % 8) * PITCH +
-                                        warp * 32 + lane / 8 % 2 * 16);
+            Two values[2];  // of 8 tokens: of two of them a word, of both channels
             Four even, odd;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                u32 at = (block * 16 + half * 8 + lane % 4 * 2) * 4;
-                Two sums = get2(own + OWN_SUMS + at), rates = get2(own + OWN_RATES + at);
+                u32 token = block * 16 + half * 8 + lane % 4 * 2;
+                Two sums = get2(own + OWN_SUMS + token * 4), rates = get2(own + OWN_RATES + token * 4);
 #pragma unroll
-                for (int i = 0; i < 2; ++i) begun[2 * block + half][i] = exponential(number(sums.x[i]));
+                for (int i = 0; i < 2; ++i) {
+                    values[half].x[i] = get(own + OWN_VALUES + (token + i) * PITCH + warp * 32 + lane / 4 * 4);
+                    begun[2 * block + half][i] = exponential(number(sums.x[i]));
+                }
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    u32 word = values.x[2 * half + i / 2];
-                    float right = less(widened(i % 2 ? word >> 16 : word & 0xffff), times(begun[2 * block + half][i % 2], of_key[2 * block + half][i]));
+                    u32 word = values[half].x[i % 2];
+                    float right = less(widened(i / 2 ? word >> 16 : word & 0xffff), times(begun[2 * block + half][i % 2], of_key[2 * block + half][i]));
                     float rest = less(times(number(rates.x[i % 2]), right), of_m[half][i]);
                     (i % 2 ? odd : even).x[half * 2 + i / 2] = bits_of(rest);
                 }
@@ -320,7 +379,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) update[block].x[i] = pack(found[i / 2][i % 2 * 2], found[i / 2][i % 2 * 2 + 1]);
-            if (begin + block * 16 + 16 <= walk.computed) update[block] = values;  // which is there
+            if (begin + block * 16 + 16 <= walk.computed)  // it is there, as values
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    update[block].x[2 * half] = lows(values[half].x[0], values[half].x[1]);
+                    update[block].x[2 * half + 1] = highs(values[half].x[0], values[half].x[1]);
+                }
             if (block == 1) group_arrived<0>(of_query);
 #pragma unroll
             for (int j = block > 1 ? 2 * block : 0; j < (block > 0 ? 2 * block + 2 : 0); ++j)
@@ -334,36 +398,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
 #pragma unroll
                 for (int i = 0; i < 4; ++i) state[j][i] = times(decay, state[j][i]);
         }
-        together();  // weighted keys are there, and results of the chunk before are written
         hold(update), hold(of_query), hold(state);
         group_begin();
 #pragma unroll
         for (int step = 0; step < 4; ++step) group_multiply(of_query, update[step], own + OWN_F + step * 32);
         group_commit();
 #pragma unroll
-        for (int step = 0; step < 4; ++step) group_multiply_turned(state, update[step], base + WEIGHTED + step * 2048, TILE);
+        for (int step = 0; step < 4; ++step) group_multiply_turned(state, update[step], weighted + step * 2048, TILE);
         group_commit();
         group_arrived<1>(of_query);
 #pragma unroll
-        for (int j = 0; j < 8; j += 2) {
-            u32 at = base + RESULTS + (j * 8 + lane / 16 * 8 + lane % 8) * PITCH + warp * 32 + lane / 8 % 2 * 16;
-            put_square_turned(at, Four{{pack(of_query[j][0], of_query[j][1]), pack(of_query[j][2], of_query[j][3]),
-                                        pack(of_query[j + 1][0], of_query[j + 1][1]), pack(of_query[j + 1][2], of_query[j + 1][3])}});
-        }
+        for (int j = 0; j < 8; ++j)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                put(own + OWN_VALUES + (j * 8 + lane % 4 * 2 + i) * PITCH + warp * 32 + lane / 4 * 4, pack(of_query[j][i], of_query[j][2 + i]));
         if (begin + CHUNK > kept_from)
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 int line = j * 8 + lane / 4, at = begin + min(line, left - 1);
-                Two own_update = written(update[j / 2].x[j % 2 * 2], update[j / 2].x[j % 2 * 2 + 1], lane);
+                Two own_update = written(update[j / 2].x[j % 2 * 2], update[j / 2].x[j % 2 * 2 + 1]);
                 u64 where = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, updates, held);
-                u64 mine = where + walk.head * SIZE + first + lane % 2 * 8 + lane % 4 / 2 * 4;
+                u64 mine = where + walk.head * SIZE + first + lane % 4 * 4;
                 if (held > 0 && line < left && at >= kept_from) write2((u64)(told.update_kept + mine), own_update);
             }
         group_arrived<0>(state);
+        turn = turn == BUFFERS - 1 ? 0 : turn + 1, half_turn ^= 1;
     }
     together();
-    if (is_helper) write_results(told, walk, begin - CHUNK, base + RESULTS);
-    i64 goal = walk.end % CHUNK || !is_group ? -1 : state_at(told, walk, walk.end);
+    i64 goal = walk.end % CHUNK ? -1 : state_at(told, walk, walk.end);
     float* kept = told.state + goal + lane_first;
     if (goal >= 0)
 #pragma unroll

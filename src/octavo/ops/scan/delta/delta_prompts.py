@@ -17,7 +17,6 @@ import torch
 from octavo.ops.scan.delta import loading
 
 serves, macros = loading.serves, loading.macros
-THREADS = 256
 GROUPS = 1, 2  # of a block
 _compared: ContextVar[int] = ContextVar("groups", default=0)  # 0: nothing is compared
 
@@ -39,10 +38,7 @@ class Told(ctypes.Structure):
 
 
 def groups_of(num_heads: int, processors: int) -> int:
-    """Warp groups of a block, of 64 channels of a head each: one, with four warps to help it, if all then run at once.
-
-    num_heads: of all rows.
-    """
+    """Warp groups of a block, of 64 channels of a head each: one if all then run at once. num_heads: of all rows."""
     return 1 if 2 * num_heads <= processors else 2
 
 
@@ -56,11 +52,16 @@ def with_groups(groups: int) -> Iterator[None]:
         _compared.reset(token)
 
 
+def threads_of(groups: int) -> int:
+    """Of a block: its groups', and those of four warps that help."""
+    return 128 * groups + 128
+
+
 def shared_bytes(groups: int) -> int:
-    """Of a block: two chunks' operands, and weighted keys and results of one."""
-    pitch = 128 * groups + 16
-    chunk = 5 * 64 * 128 + 64 * (pitch + 144 + 96) + 512
-    return 2 * (-(-chunk // 1024) * 1024) + 2 * 64 * 128 + 64 * pitch
+    """Of a block: three chunks' operands or two, and weighted keys of two."""
+    pitch, buffers = 128 * groups + 16, 4 - groups
+    chunk = 5 * 64 * 128 + 64 * (pitch + 112 + 96) + 512
+    return buffers * (-(-chunk // 1024) * 1024) + 4 * 64 * 128
 
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
@@ -74,4 +75,4 @@ def launch(told: Told, num_rows: int, own: dict[str, int | str], device: torch.d
     num_heads = num_rows * int(own["HEADS"])
     groups = _compared.get() or groups_of(num_heads, loading.processors(device))
     blocks, shared = num_heads * 2 // groups, shared_bytes(groups)
-    loading.run("delta_prompts", told, blocks, THREADS, shared, {**own, "GROUPS": groups}, device)
+    loading.run("delta_prompts", told, blocks, threads_of(groups), shared, {**own, "GROUPS": groups}, device)
