@@ -121,6 +121,13 @@ def test_arrays_that_are_no_values_are_refused(fields):
         SamplingParams(**fields)
 
 
+@pytest.mark.parametrize("stop", [np.array(["a", "b"]), np.array(["a", "b"], object), np.array([])], ids=str)
+def test_an_array_of_stop_strings_is_a_list_of_them(stop):
+    assert SamplingParams(stop=stop).stop == stop.tolist()
+    with pytest.raises(ParameterError, match="stop: may have 16384 characters together, got 16640"):
+        SamplingParams(stop=np.array(["x" * 256] * 65))
+
+
 @pytest.mark.parametrize("words", [[[-1]], [[1.5]], ["ab"], 5], ids=str)
 def test_tokens_of_bad_words_are_lists_of_ids(words):
     with pytest.raises(ParameterError, match="bad_words_token_ids"):

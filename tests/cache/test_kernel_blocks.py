@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import cast
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from octavo.cache.kernel_blocks import (
 from octavo.cache.layout import LAYOUTS, extract_blocks
 from octavo.cache.pool import KVCachePool
 from octavo.device.block_table import BlockTables
-from octavo.device.staging import HostQueue
+from octavo.device.staging import HostQueue, PinnedRing, WriteQueue
 from octavo.ops.inputs import gather_inputs
 from octavo.ops.inputs.tensors import GroupTables, RowTensors, StepInputs
 from octavo.plan import NewBlocks, StepLimits
@@ -250,6 +251,15 @@ def test_token_major_bytes_are_the_same_at_every_kernel_block_size(layout: str) 
         ]
         flat = [view.transpose(2, 3).flatten(1, 2) for view in tokens]
         assert torch.equal(flat[0], flat[1]) and torch.equal(flat[0], flat[2])
+
+
+def test_rows_without_blocks_leave_a_device_alone() -> None:
+    """Its queue has no empty writes."""
+    queue = WriteQueue(cast(PinnedRing, object()))  # nothing passes it
+    limits = StepLimits(max_num_rows=4, max_num_tokens=64, max_model_len=256)
+    tables = BlockTables([FULL], limits, device=CPU, queue=queue)
+    begin(tables, 1, [[]])
+    queue.apply()
 
 
 def test_B2_10_a_write_past_the_row_is_refused() -> None:

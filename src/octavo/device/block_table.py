@@ -66,7 +66,8 @@ class BlockTables:
             longest = int(counts.argmax())
             self._check_width(index, int(rows[longest]), int(counts[longest]))
             some, all_ids = counts > 0, np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(counts.sum()))
-            self.tables[index].stage_lines(rows[some], counts[some], all_ids)
+            if len(all_ids):
+                self.tables[index].stage_lines(rows[some], counts[some], all_ids)
             self._counts[index][rows] = counts
 
     def extend(self, new_blocks: Sequence[NewBlocks]) -> None:

@@ -266,7 +266,7 @@ BOOL_FIELDS = frozenset(_BOOLS)
 def _normalise_strings(params: SamplingParams) -> None:
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     force_setattr(params, "stop", as_strings("stop", stop, MAX_STOP_STRINGS, MAX_STOP_CHARS))
-    num_chars = sum(map(len, params.stop_strings)) if stop else 0
+    num_chars = sum(map(len, params.stop)) if params.stop else 0
     if num_chars > MAX_ALL_STOP_CHARS:
         raise ParameterError("stop", f"may have {MAX_ALL_STOP_CHARS} characters together, got {num_chars}")
     words = as_strings("bad_words", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
