@@ -3,12 +3,13 @@
 # From the repository's root of a checkout; logs under $OUT. About 400 s, and at most $LIMIT (560 s).
 #   recorded: 200 recorded requests of small models, with default settings and graphs (150 s alone)
 #   families: every family with default settings, float32 beside the CPU's tokens, bfloat16 alone and in a batch
-#   AXES: octavo bench reproducibility in bfloat16, all axes, of the bundled models and of 0.6b; of 8b in three parts
-# Named parts, or all: recorded families tiny hybrid 0.6b 8b_a 8b_b 8b_c. Table last.
+#   trainer: a trainer's forward beside the engine's log-probabilities, 20,000 tokens of 0.6b and of 8b among them
+#   AXES: octavo bench reproducibility in bfloat16, all axes, of the bundled models and of 0.6b; of the hybrid in two parts, of 8b in three
+# Named parts, or all: recorded families trainer tiny hybrid_a hybrid_b 0.6b 8b_a 8b_b 8b_c. Table last.
 set -u
 PY=${PY:-python3}; OUT=${OUT:-/tmp}; LIMIT=${LIMIT:-560}
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
-WANTED=" ${*:-recorded families tiny hybrid 0.6b 8b_a 8b_b 8b_c} "
+WANTED=" ${*:-recorded families trainer tiny hybrid_a hybrid_b 0.6b 8b_a 8b_b 8b_c} "
 GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); [ "${GPUS:-0}" -gt 0 ] || GPUS=1
 T="$PY -m pytest -q -p no:cacheprovider -o addopts= -m gpu -rfE"
 B="$PY -m octavo bench reproducibility --device cuda --dtype bfloat16"
@@ -25,14 +26,19 @@ axes() { # those of a file's line, as options
 mapfile -t A < <(printf '%s\n' restart "batch size" order neighbours "mixed steps" siblings logprobs "chunk size" "prefix hit" "host memory" | axes)
 mapfile -t C < <(printf '%s\n' "host memory, alone" preemption speculation | axes)
 mapfile -t D < <(printf '%s\n' "oracle's drafts" "blocks of 16" "blocks of 48" "blocks of 64" "blocks of 528" "kernel block" "odd kernel block" "step in flight" "graph or eager" everything | axes)
-part 8b_a 0 $B --shape 8b "${A[@]}"
-part 8b_b 1 $B --shape 8b "${C[@]}"
-part 8b_c 1 $B --shape 8b "${D[@]}"
-part 0.6b 0 $B --shape 0.6b
+mapfile -t E < <(printf '%s\n' restart "batch size" order neighbours "mixed steps" siblings logprobs "chunk size" "prefix hit" "host memory" "host memory, alone" preemption speculation "oracle's drafts" "blocks of 16" "blocks of 32" "blocks of 128" "kernel block" | axes)
+mapfile -t F < <(printf '%s\n' "border hit" "A, B, A" "last states" "chunks of 7" "chunks of 64" "chunks of 100" "chunks of 512" "step in flight" "graph or eager" everything | axes)
+M=--kv-cache-memory-bytes  # each its own part of the GPU's memory: an engine takes all that is free else
+part 8b_a 0 $B --shape 8b $M 16G "${A[@]}"
+part 8b_b 1 $B --shape 8b $M 16G "${C[@]}"
+part 8b_c 1 $B --shape 8b $M 16G "${D[@]}"
+part 0.6b 0 $B --shape 0.6b $M 12G
 part recorded 1 $T -n 0 tests/gpu/test_recorded_bits_gpu.py
-part tiny 0 $B
-part hybrid 1 $B --model octavo-tiny-hybrid
+part tiny 0 $B $M 4G
+part hybrid_a 1 $B --model octavo-tiny-hybrid $M 8G "${E[@]}"
+part hybrid_b 1 $B --model octavo-tiny-hybrid $M 8G "${F[@]}"
 part families 0 $T -n 8 --dist loadgroup tests/gpu/test_families_gpu.py
+part trainer 1 $T -n 4 tests/gpu/test_rl_gpu.py
 wait
 for name in "${names[@]}"; do
   log="$OUT/bits_$name.txt"

@@ -305,6 +305,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--quantization", choices=["int8"])
     parser.add_argument("--attention-backend")
+    parser.add_argument("--kv-cache-memory-bytes", help="as `octavo serve` has it, for several of these on one GPU")
     parser.add_argument("--tokens", type=int, default=20_000, help="output tokens compared per axis, at least")
     parser.add_argument("--seed", type=int, default=0, help="draws the requests and the circumstances")
     parser.add_argument("--axis", action="append", default=[], help="only this one; may be repeated")
@@ -312,7 +313,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     given, started = list(sys.argv[1:] if argv is None else argv), time.perf_counter()
     options = vars(parser.parse_args(given))
     _check_axes(parser, options["axis"])
-    names = ("model", "model_packages", "device", "dtype", "quantization", "attention_backend")
+    names = (
+        "model",
+        "model_packages",
+        "device",
+        "dtype",
+        "quantization",
+        "attention_backend",
+        "kv_cache_memory_bytes",
+    )
     settings = {name: options[name] for name in names if options[name] is not None}
     bench = Bench(options["shape"], settings, options["tokens"], options["seed"])
     if options["write"]:
