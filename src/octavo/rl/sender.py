@@ -269,12 +269,12 @@ class Sender:
         return wait
 
     def _send_local(self, source: WeightSource) -> None:
-        for part, is_last in _parts(source):
+        for part, is_last in _parts(source, BUFFER_BYTES):
             with Handed({each.name: source.gather(each.name) for each in part}) as update_info:
                 self._updating({"update_info": update_info}, part, is_last=is_last)()
 
     def _send_disk(self, source: WeightSource) -> None:
-        for part, is_last in _parts(source):
+        for part, is_last in _parts(source, BUFFER_BYTES):
             path = self._folder / f"{PREFIX}{secrets.token_hex(16)}"
             path.mkdir()
             try:
@@ -286,7 +286,7 @@ class Sender:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _send_shm(self, source: WeightSource) -> None:
-        for part, is_last in _parts(source):
+        for part, is_last in _parts(source, BUFFER_BYTES):
             _gather(source, part, self._shared.take(sum(each.num_bytes for each in part)))
             self._updating({"update_info": {**told(part), "shm_name": self._shared.name}}, part, is_last=is_last)()
             self._shared.let_go()
@@ -342,7 +342,7 @@ def _gloo_size(incoming: list[Incoming]) -> int:
     return total // max(round(total / _GLOO_BYTES), 1)
 
 
-def _parts(source: WeightSource, num_bytes: int = BUFFER_BYTES) -> Iterator[tuple[list[Incoming], bool]]:
+def _parts(source: WeightSource, num_bytes: int) -> Iterator[tuple[list[Incoming], bool]]:
     """A source's tensors by buffers of about so many bytes; whether one is the last."""
     parts = list(buffers(source.incoming, num_bytes))
     yield from ((part, part is parts[-1]) for part in parts)
