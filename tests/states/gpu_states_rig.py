@@ -18,7 +18,7 @@ from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step
 from octavo.rl.autograd import recurrent
 from octavo.rl.autograd.recurrent import DeltaSizes, gated_delta, short_conv
 from octavo.rl.pack import Pack
-from octavo.states import delta_check, delta_gpu, gpu, mamba2_advance
+from octavo.states import delta_gpu, example, gpu, mamba2_advance
 from octavo.states.base import StateBackend
 from octavo.states.gpu import GpuStates
 from octavo.states.reference import DELTA_INPUTS, ReferenceStates
@@ -346,9 +346,9 @@ def kernels_are_compared() -> None:
         agreed.append(len(found))
         return True
 
-    same = delta_check.agree
+    same = example.agree
     asked = unittest.mock.patch.object(delta_gpu.validation_cache, "holds", lambda told, device, compare: compare())
-    near = unittest.mock.patch.object(delta_check, "agree", agree)
+    near = unittest.mock.patch.object(example, "agree", agree)
     captured = unittest.mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
     for kernel, launched in (
         (delta_prompts, ["delta_prompts"] * 4),

@@ -23,7 +23,7 @@ from octavo.ops.scan.delta.decode_gpu import delta_decode, delta_ready
 from octavo.ops.scan.delta.scan_gpu import delta_advance, delta_blocks, delta_scan
 from octavo.ops.scan.delta.walk_gpu import delta_chunks, delta_walk
 from octavo.ops.scan.gates_gpu import normalize_keys
-from octavo.states import delta_check
+from octavo.states import delta_check, example
 from octavo.states.base import LayerStates
 from octavo.states.launches import FEW, PLAIN, Told, gates, is_streamable, kind_of, precision
 
@@ -55,7 +55,7 @@ _READY_WARPS, _READY_REGISTERS = 2, 200
 _COPIED: tuple[ModuleType, ...] = (delta_step, delta_prompts, delta_prepare)
 _FEWEST_STEPS = 128
 _EXAMPLES = {
-    delta_step: (delta_check.DECODED, delta_check.ENDING),
+    delta_step: (delta_check.DECODED, example.ENDING),
     delta_prompts: (delta_check.PROMPT, delta_check.CONTINUED),
     delta_prepare: (delta_check.CONTINUED,),
 }
@@ -100,9 +100,7 @@ def _agrees(
             forms = delta_prompts.GROUPS if delta_prompts in those else (0,)
             plain: delta_check.Run = functools.partial(gated_delta, choose=lambda *_: False)
             runs = [plain, *(_formed(copied, each) for each in forms)]
-            return all(
-                delta_check.agree(delta_check.results(own, told, rule, qkv, row, runs)) for row in _EXAMPLES[kernel]
-            )
+            return all(example.agree(delta_check.results(own, told, rule, qkv, row, runs)) for row in _EXAMPLES[kernel])
 
         try:
             told_of = [kernel.__name__, sorted(map(str, macros.items()))]

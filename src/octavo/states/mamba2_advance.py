@@ -6,7 +6,6 @@ no launch waits for the device, so graphs may hold it.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -14,14 +13,13 @@ from typing import Any
 
 import torch
 
-from octavo.ops import captures
 from octavo.ops.compile import side_by_side, validation_cache
 from octavo.ops.compile.launch import chained
 from octavo.ops.compile.row_sum import padded_length
 from octavo.ops.scan import Mamba2Operands, mamba2_advance
 from octavo.ops.scan import mamba2_advance_gpu as triton_gpu
-from octavo.states.base import LayerStates, StateStep
-from octavo.states.delta_check import ENDING, agree, of_one_row, table_of
+from octavo.states.base import LayerStates
+from octavo.states.example import ENDING, Example, agree
 from octavo.states.launches import PLAIN, Told
 
 _LOG = logging.getLogger(__name__)
@@ -109,30 +107,19 @@ def _results(
 ) -> list[list[torch.Tensor]]:
     """All that is kept of a row behind each run: it has computed so many tokens and decodes one, at random."""
     device = told.kept[0].device
-    generator, (computed, count) = torch.Generator(device).manual_seed(0), row
-    states, num_states = table_of(told.forms[:1], told.firsts[0], (computed + count) // own.chunk, 1)
-    entries = -(-(computed + count) // own.block_size)
-    inputs, num_inputs = table_of(told.forms[1:], told.firsts[1], entries, own.block_size)
-    step = StateStep()
-    step.prepare(of_one_row(computed, count, device))
-    tables = states.to(device), inputs.to(device)
-    example = dataclasses.replace(own, state_table=tables[0], input_table=tables[1], step=step)
-    shapes = [(num_states, told.forms[0][0]), *((num_inputs, form[0]) for form in told.forms[1:])]
+    generator, example = torch.Generator(device).manual_seed(0), Example(own, told, row, device)
     kept = [
         torch.randn(shape, generator=generator, device=device, dtype=store.dtype)
-        for shape, store in zip(shapes, told.kept, strict=True)
+        for shape, store in zip(example.shapes, told.kept, strict=True)
     ]
     kept[0].view(torch.bfloat16).normal_(generator=generator)  # any two such numbers are halves of one
     kept[3].abs_().neg_()
     kept[4].sigmoid_()
-    places = tables[0], tables[0].stride(0), tables[1], tables[1].stride(0)
     found = []
     for run in runs:
-        own_kept = [each.clone() for each in kept]
-        if device.type == "cuda":
-            captures.wait_for_device(device)  # kernels read tables before the kernel ahead has ended
-        run(example, Told(tuple(own_kept), told.forms, told.firsts, places))
-        found.append(own_kept)
+        own_told = example.told(kept)
+        run(example.own, own_told)
+        found.append([*own_told.kept])
     return found
 
 
