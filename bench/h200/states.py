@@ -84,7 +84,8 @@ def bits(name: str, dtype: torch.dtype) -> str:
     drawn, backend = state_rig.draw_all(case, lengths), GpuStates()
     expected = state_rig.alone(case, backend, drawn, device=DEVICE, block_size=64)
     bad = count = 0
-    cuts = ((7, 3, 64),) if DRY else ((1, 0, 64), (7, 3, 64), (64, 0, 64), (100, 2, 16 if dtype is BF16 else 64))
+    last = 100, 2, 16 if dtype is BF16 else 64
+    cuts = ((7, 3, 64),) if DRY else ((1, 0, 64), (7, 3, 64), (16, 0, 64), (64, 0, 64), last)
     for largest, spoilt, block_size in cuts:
         rng = random.Random(largest)
         rows = state_rig.Rows(case, backend, drawn, device=DEVICE, block_size=block_size, seed=largest)
@@ -132,6 +133,7 @@ def operator(
             query_start=starts.int().to(DEVICE),
             seq_lens=torch.tensor([computed + count for count in counts], dtype=torch.int32, device=DEVICE),
             positions=torch.cat([torch.arange(computed, computed + count) for count in counts]).to(DEVICE),
+            verifies=computed % 64 > 0,
         )
     )
     given = [torch.randn(sum(counts), *each.shape[1:], device=DEVICE).to(each.dtype) for each in one]

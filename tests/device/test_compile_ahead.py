@@ -211,7 +211,7 @@ def found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]
         (
             "Nemotron-H",
             {
-                "short_convolution": 2,
+                "short_convolution": 1,
                 "convolve_prompts": 1,
                 "scan_gates": 2,
                 "mamba2_scan": 3,

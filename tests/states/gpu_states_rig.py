@@ -29,7 +29,7 @@ MAKERS = rig.CASES
 def check_results(
     device: str, name: str, dtype: torch.dtype, lengths: Sequence[int], largest: int, sizes: tuple[int, ...] = ()
 ) -> None:
-    """In steps of at most `largest` tokens of random rows, with rejected tokens behind."""
+    """In steps of at most `largest` tokens of random rows, of prompts or with rejected tokens behind."""
     case = MAKERS[name](dtype, *sizes)
     drawn = rig.draw_all(case, lengths)
     move(case, device)
@@ -37,7 +37,8 @@ def check_results(
     rng = random.Random(3)
     while left := [row for row, count in enumerate(lengths) if rows.computed[row] < count]:
         chosen = rng.sample(left, rng.randint(1, len(left)))
-        rows.compute({row: min(rng.randint(1, largest), lengths[row] - rows.computed[row]) for row in chosen}, 2)
+        counts = {row: min(rng.randint(1, largest), lengths[row] - rows.computed[row]) for row in chosen}
+        rows.compute(counts, rng.choice((0, 2)))
     move(case, "cpu")
     for found, own in zip(rows.results, drawn, strict=True):
         expected = case.oracle(own)
@@ -61,6 +62,7 @@ def walked() -> None:
     with unittest.mock.patch.object(gpu, "_WALKED", (torch.float32,)):
         check_results("cpu", "mamba2", torch.float32, (64, 200), 400)
         check_results("cpu", "mamba2", torch.float32, (70, 140), 64)
+        check_results("cpu", "mamba2", torch.float32, (16, 3, 80), 16)
 
 
 def beside_prompts() -> None:

@@ -222,6 +222,7 @@ class Rows:
                 seq_lens=torch.tensor(lengths + [0] * self.padded, dtype=torch.int32, device=self.device),
                 positions=torch.tensor(positions, device=self.device),
                 bounds=((rows, rows) if self.padded else bounds) if several == sorted(several) else None,
+                verifies=spoilt > 0,
             )
         )
         tokens = tuple(torch.cat(each).to(self.device) for each in zip(*brought, strict=True))

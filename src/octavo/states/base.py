@@ -42,6 +42,7 @@ class StateInputs:
     positions: torch.Tensor  # [T] int64
     # Host bounds of rows of one token, which come first, and of rows of several, which follow; None: in no order.
     bounds: tuple[int, int] | None = None
+    verifies: bool = False  # rows of several tokens have drafts, as far as the host knows
 
     @property
     def num_queries(self) -> torch.Tensor:

@@ -31,7 +31,7 @@ from octavo.ops.scan.mamba2_gpu import mamba2_scan
 from octavo.ops.scan.mamba2_walk_gpu import mamba2_walk
 from octavo.states import composed, delta_gpu, mamba2_advance
 from octavo.states.base import LayerStates
-from octavo.states.launches import FEW, PLAIN, Told, gates, is_streamable, kind_of, precision
+from octavo.states.launches import FEW, PLAIN, Told, gates, has_prompts, is_streamable, kind_of, precision
 from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
 
 
@@ -47,8 +47,9 @@ class Stream(NamedTuple):
 # Of a program that convolves prompts: tokens, channels, registers of a thread; and channels where few rows decode.
 _CONV_TOKENS, _CONV_TILE, _CONV_REGISTERS, _DECODE_CHANNELS = 16, 128, None, 512
 # Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
-_ADVANCING, _WALKING = "advance", "walk"
-_MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _WALKING: (64, 4), _ADVANCING: (64, 4)}
+_ADVANCING, _WALKING, _WALKING_FEW = "advance", "walk", "walk of few"
+_MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _ADVANCING: (64, 4)}
+_MAMBA2_TILES |= {_WALKING: (64, 4), _WALKING_FEW: (64, 4)}
 # Of Mamba-2's prompts: chunks that are on their way or used; types whose chunks are walked, for float32 would spill.
 _WALK_STAGES, _WALKED = 2, (torch.bfloat16, torch.float16)
 _WALK_REGISTERS: int | None = None
@@ -83,7 +84,7 @@ class GpuStates:
             )  # fmt: skip
             return out
         told = self._tell(own, "conv", ("conv",), ("conv",), (1, 1))
-        is_long = step.max_query_len > FEW
+        is_long = has_prompts(step)
         tokens = min(_CONV_TOKENS, own.chunk) if is_long else 1 if step.max_query_len == 1 else 8
         programs = len(x) // tokens + 2 * num_rows if is_long else max(-(-len(x) // tokens), 1)
         kernel = convolve_prompts if is_long else short_convolution
@@ -121,7 +122,7 @@ class GpuStates:
             return 0
         if step.max_query_len == 1:
             return len(step.rows)
-        pays = step.max_query_len > FEW or num_tokens < 2 * len(step.rows)  # beside a prompt, not where most verify
+        pays = has_prompts(step) or num_tokens < 2 * len(step.rows)  # beside a prompt, not where most verify
         return step.bounds[0] if step.bounds is not None and pays else 0
 
     def _decode_mamba2(
@@ -207,11 +208,13 @@ class GpuStates:
             *told.firsts,
         )
         shape = _mamba2_shape(own, scan, told, xbc, wide)
-        walks = step.max_query_len > FEW and is_streamable(told, states) and xbc.dtype in _WALKED
+        walks = has_prompts(step) and is_streamable(told, states) and xbc.dtype in _WALKED
+        is_few = step.max_query_len <= FEW < own.chunk
         behind: dict[str, Any] = {"PDL": False}
         if walks:  # rows that begin at a border
-            own_wide, own_warps = _mamba2_tile(size, _WALKING, states, xbc)
-            options = shape | {"WIDE": own_wide, "STAGES": _WALK_STAGES, "num_warps": own_warps}
+            own_wide, own_warps = _mamba2_tile(size, _WALKING_FEW if is_few else _WALKING, states, xbc)
+            options = shape | {"WIDE": own_wide, "num_warps": own_warps}
+            options |= {"STAGES": 1, "SPAN": FEW} if is_few else {"STAGES": _WALK_STAGES, "SPAN": own.chunk}
             behind = chained(xbc.device)
             mamba2_walk[heads * -(-size // own_wide), num_rows](
                 *given, **options, PDL=bool(behind["PDL"]), maxnreg=_WALK_REGISTERS, num_stages=1, **PLAIN
@@ -220,7 +223,7 @@ class GpuStates:
             *given,
             **shape,
             WALKED=walks,
-            TILE=16 if step.max_query_len <= FEW else own.chunk,
+            TILE=FEW if is_few else own.chunk,
             num_warps=warps,
             num_stages=1,
             **PLAIN,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from octavo.ops.scan.gates_gpu import scan_gates
 from octavo.ops.scan.kept import Form
-from octavo.states.base import LayerStates
+from octavo.states.base import LayerStates, StateInputs
 
 FEW = 16  # tokens of a row that are a short step
 _HEADS, _AHEAD = 32, 16  # of a program that sums gates; tokens that are on their way to it
@@ -31,6 +31,11 @@ class Told(NamedTuple):
 def kind_of(max_query_len: int) -> str:
     """Which tiles serve rows of so many tokens at most."""
     return "decode" if max_query_len == 1 else "short" if max_query_len <= FEW else "long"
+
+
+def has_prompts(step: StateInputs) -> bool:
+    """Whether rows of several tokens are taken for prompts, most of which begin at a border: not where they verify."""
+    return step.max_query_len > (FEW if step.verifies else 1)
 
 
 def is_streamable(told: Told, keys: int) -> bool:

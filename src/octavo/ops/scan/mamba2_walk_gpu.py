@@ -85,9 +85,13 @@ def mamba2_walk(
     PRECISION: tl.constexpr,
     PARTED: tl.constexpr,
     STAGES: tl.constexpr,
+    SPAN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row behind the first `num_ahead` whose step begins at a border, one head and WIDE of its channels."""
+    """One row behind the first `num_ahead` whose step begins at a border, one head and WIDE of its channels.
+
+    SPAN: the CHUNK; or, where no row has more tokens, so many of it, and no row ends it.
+    """
     end_before(PDL)  # the next kernel reads nothing of this one's
     row, tiles = tl.program_id(1) + tl.load(num_ahead), tl.cdiv(SIZE, WIDE)
     head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -101,27 +105,32 @@ def mamba2_walk(
     told = (state_kept, state_table + table_row * state_columns, state_first, head)
     of_row = (input_table + table_row * input_columns, input_first, token, computed, end, BLOCK)
     group = head // (HEADS // GROUPS)
-    channel, width, places = tile * WIDE + tl.arange(0, WIDE), tl.arange(0, STATES_PADDED), tl.arange(0, CHUNK)
+    channel, width, places = tile * WIDE + tl.arange(0, WIDE), tl.arange(0, STATES_PADDED), tl.arange(0, SPAN)
     inside, within = channel < SIZE, width < STATES
     first_b = HEADS * SIZE + group * STATES
     bs, xs = (xbc, xbc_row, first_b, b_kept), (xbc, xbc_row, head * SIZE, x_kept)
     own_skip = tl.load(skip + head)
     in_state = within[:, None] & inside[None, :]
     kind = xbc.dtype.element_ty
-    state, _ = read(told, computed, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind)
+    advances = SPAN == CHUNK  # else nobody reads more of the state than products take
+    state, first_upper = read(
+        told, computed, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind, advances
+    )
 
-    # The inputs of the last two chunks, of which the last may be open: those before are kept by no table.
-    begin = tl.maximum(computed, (end - 1) // CHUNK * CHUNK - CHUNK)
-    while begin < end:
-        at = begin + places
-        is_new = ((at >= computed) & (at < end))[:, None]
-        fresh = (xbc + (token + at - computed).to(tl.int64) * xbc_row)[:, None]
-        x = tl.load(fresh + (head * SIZE + channel)[None, :], mask=is_new & inside[None, :], other=0.0)
-        keep(xs, of_row, at, head, channel, x, is_new & inside[None, :], X_FORM, SIZE)
-        if (head % (HEADS // GROUPS) == 0) & (tile == 0):  # of those that share B
-            b = tl.load(fresh + (first_b + width)[None, :], mask=is_new & within[None, :], other=0.0)
-            keep(bs, of_row, at, group, width, b, is_new & within[None, :], B_FORM, STATES)
-        begin += CHUNK
+    is_first = (head % (HEADS // GROUPS) == 0) & (tile == 0)  # of those that share B
+    if SPAN == CHUNK:
+        # The inputs of the last two chunks, of which the last may be open: those before are kept by no table.
+        begin = tl.maximum(computed, (end - 1) // CHUNK * CHUNK - CHUNK)
+        while begin < end:
+            at = begin + places
+            is_new = ((at >= computed) & (at < end))[:, None]
+            fresh = (xbc + (token + at - computed).to(tl.int64) * xbc_row)[:, None]
+            x = tl.load(fresh + (head * SIZE + channel)[None, :], mask=is_new & inside[None, :], other=0.0)
+            keep(xs, of_row, at, head, channel, x, is_new & inside[None, :], X_FORM, SIZE)
+            if is_first:
+                b = tl.load(fresh + (first_b + width)[None, :], mask=is_new & within[None, :], other=0.0)
+                keep(bs, of_row, at, group, width, b, is_new & within[None, :], B_FORM, STATES)
+            begin += CHUNK
 
     for begin in tl.range(computed, end, CHUNK, num_stages=STAGES, disable_licm=True):  # see mamba2_scan
         left = end - begin
@@ -134,12 +143,20 @@ def mamba2_walk(
         sums = tl.load(total + fresh * HEADS + head + here * HEADS)
         steps = tl.load(dt + fresh * HEADS + head + here * HEADS)
         last = tl.load(total + fresh * HEADS + head + tl.minimum(CHUNK - 1, left - 1) * HEADS)
-        upper = rounded(state, kind)
+        if SPAN < CHUNK:
+            is_new = (places < left)[:, None]
+            keep(xs, of_row, begin + places, head, channel, x, is_new & inside[None, :], X_FORM, SIZE)
+            if is_first:
+                keep(bs, of_row, begin + places, group, width, b, is_new & within[None, :], B_FORM, STATES)
+            upper = first_upper
+        else:
+            upper = rounded(state, kind)
         y = results(c, b, x, upper, sums, steps, own_skip, PRECISION)
         goal = out + (fresh * HEADS + head) * SIZE + (places * (HEADS * SIZE))[:, None] + channel[None, :]
         tl.store(goal, y.to(out.dtype.element_ty), mask=(places < left)[:, None] & inside[None, :])
-        state = behind(state, b, x, sums, steps, last, PRECISION)  # of an open chunk nobody reads it
-        if left >= CHUNK:
-            state, _ = write(
-                told, begin + CHUNK, state, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind
-            )
+        if SPAN == CHUNK:
+            state = behind(state, b, x, sums, steps, last, PRECISION)  # of an open chunk nobody reads it
+            if left >= CHUNK:
+                state, _ = write(
+                    told, begin + CHUNK, state, width, channel, in_state, STATE_FORM, SIZE, STATES, CHUNK, PARTED, kind
+                )
