@@ -97,7 +97,8 @@ class P2PWorker:
                 )
             except OSError as error:
                 if (error.errno or 0) < 0 or error.errno == errno.EADDRNOTAVAIL:  # below 0: of the name's look-up
-                    raise refuse("kv_ip", transfer.kv_ip, "is no address of this machine", "change kv_ip") from None
+                    limit = "is no IPv4 address of this machine"
+                    raise refuse("kv_ip", transfer.kv_ip, limit, "change kv_ip") from None
                 address = f"{transfer.kv_ip}:{transfer.kv_port}"
                 limit = f"cannot be listened on: {error.strerror}"
                 raise refuse("kv_port", address, limit, "change kv_ip or kv_port; 0: any port") from None
