@@ -35,7 +35,8 @@ _MARK = "octavo: "
 
 
 def fields_of(folder: str, length: int, way: str, role: str) -> dict[str, Any]:
-    """Settings of one side."""
+    """Settings of one side. way: a connector, :its backend, and @a layout of the cache."""
+    way, _, layout = way.partition("@")
     name, _, backend = way.partition(":")
     on_gpu = torch.cuda.is_available()
     fields: dict[str, Any] = {
@@ -46,6 +47,7 @@ def fields_of(folder: str, length: int, way: str, role: str) -> dict[str, Any]:
         "max_model_len": length + 64,
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
+        "kv_cache_layout": layout or None,
     }
     if role:
         fields["kv_transfer_config"] = {
@@ -244,7 +246,9 @@ def link() -> float:
 def main() -> int:
     """Measure each way, and print a table, then one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("ways", nargs="*", default=["p2p"], help="kv_connector, p2p:ipc, or p2p:nccl; default: p2p")
+    parser.add_argument(
+        "ways", nargs="*", default=["p2p"], help="kv_connector, p2p:ipc, p2p:nccl, or nixl@BLHNC; default: p2p"
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--marks", action="store_true", help="say what takes how long, on stderr")

@@ -1,4 +1,4 @@
-"""Loads from another GPU's cache without engines: `python bench/h200/peer_loads.py ipc nixl nccl`.
+"""Loads from another GPU's cache without engines: `python bench/h200/peer_loads.py ipc nixl nixl@BLNHC nccl`.
 
 A process with a cache on the next GPU offers the blocks of a prompt of 4,000 tokens of 8b, this one fetches them:
 by the worker's halves of the connectors, as engines do. What is told of each way, for blocks that lie together on both
@@ -29,7 +29,7 @@ from octavo.kv_connector.table import make_kind
 from octavo.kv_connector.worker.cache_bytes import CacheBytes
 
 _ON_GPU = torch.cuda.is_available()
-_LAYERS, _BLOCKS, _PAGE_BYTES, _COUNT = 36, 252, (256 << 10) if _ON_GPU else 256, 63
+_LAYERS, _BLOCKS, _PAGE_BYTES, _COUNT = 36, 252, (256 << 10) if _ON_GPU else 512, 63
 _ROUNDS = 24
 _CASES = {"together": range(1, 1 + _COUNT), "apart": range(1, 1 + 3 * _COUNT, 3)}
 
@@ -37,7 +37,8 @@ _CASES = {"together": range(1, 1 + _COUNT), "apart": range(1, 1 + 3 * _COUNT, 3)
 def worker(way: str, role: str) -> tuple[Any, torch.Tensor]:
     """A worker's half, and its cache: of an offering side full of bytes that follow from a seed."""
     device = torch.device("cuda", 0) if _ON_GPU else torch.device("cpu")
-    shape = (_LAYERS, _BLOCKS, _PAGE_BYTES)
+    way, _, layout = way.partition("@")
+    shape = (1, _BLOCKS, _LAYERS * _PAGE_BYTES) if layout.startswith("B") else (_LAYERS, _BLOCKS, _PAGE_BYTES)
     data = filled(shape, device) if role == "kv_producer" else torch.zeros(shape, dtype=torch.uint8, device=device)
     layers = list(range(_LAYERS))
     group = GroupDescription(
@@ -49,7 +50,7 @@ def worker(way: str, role: str) -> tuple[Any, torch.Tensor]:
         total_heads=8,
         head_bytes=_PAGE_BYTES // 512,
     )
-    described = CacheDescription(layout="LBNHC", block_bytes=_LAYERS * _PAGE_BYTES, groups=[group], facts={})
+    described = CacheDescription(layout=layout or "LBNHC", block_bytes=_LAYERS * _PAGE_BYTES, groups=[group], facts={})
     extra = {"backend": way} if way != "nixl" else {}
     config = {
         "kv_connector": "nixl" if way == "nixl" else "p2p",
@@ -143,7 +144,7 @@ def fetch(way: str, other: subprocess.Popen[str]) -> None:
         middle, least = statistics.median(seconds[2:]), min(seconds[2:])
         rate = _COUNT * _LAYERS * _PAGE_BYTES / middle / 1e9
         told = f"{middle * 1e3:6.2f} ms (least {least * 1e3:.2f}) {rate:6.1f} GB/s: {marks.told()}"
-        print(f"{way:5} {name:9} {told}", flush=True)
+        print(f"{way:10} {name:9} {told}", flush=True)
     fetches.close()
     other.stdin.close()
     other.wait()
