@@ -20,6 +20,8 @@ from octavo.checkpoint.arch import Arch
 from octavo.cli import flags
 from octavo.config.device_facts import DeviceFacts
 from octavo.config.engine_config import SETTINGS, EngineConfig, Resolved, load_config, resolve
+from octavo.config.kv_transfer import read_kv_transfer
+from octavo.kv_connector.table import make_kind, moves_runs
 from octavo.observe import setup_logging
 from octavo.startup import probe
 from octavo.startup.cache import plan_cache
@@ -64,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
         weight_bytes=weight_bytes,
         weights_loaded=False,
         buffer_bytes=functools.partial(buffer_bytes, resolved),
+        moves_runs=moves_runs(make_kind(read_kv_transfer(config.kv_transfer_config))),
     )
     print(plan.table(), end="\n\n")
     contract = probe.numerics_contract(resolved, native=resolved.native, gpu=facts.cuda)

@@ -45,7 +45,7 @@ class Mooncake(P2P):
     """See Kind. As `p2p`, and the bytes go from memory to memory by Mooncake's transfer engine."""
 
     keys = ("mooncake_protocol", "num_threads")
-    registers = True
+    registers = moves_runs = True
 
     def __init__(self, transfer: KVTransferConfig) -> None:
         """See Kind."""

@@ -18,7 +18,16 @@ from octavo.config.kv_peers import KEY as PEERS
 from octavo.config.kv_transfer import EXTRA, LOOKUP_TIMEOUT, Extra, KVTransferConfig, read_kv_transfer, refuse
 from octavo.kv_connector import LATER, Connector, ConnectorStats, Later, SilentConnector, Transfer, TransferResults
 from octavo.kv_connector.orders import EngineSide
-from octavo.kv_connector.table import Kind, brings, make_kind, moves_states, scheduler_half, secret_of, worker_half
+from octavo.kv_connector.table import (
+    Kind,
+    brings,
+    make_kind,
+    moves_runs,
+    moves_states,
+    scheduler_half,
+    secret_of,
+    worker_half,
+)
 from octavo.request.request import Request
 
 if TYPE_CHECKING:
@@ -54,6 +63,7 @@ class Multi:
         self.shares_names = any(kind.shares_names for kind in self._kinds)
         self.moves_states = all(moves_states(kind) for kind in self._kinds)
         self.brings = any(brings(kind) for kind in self._kinds)
+        self.moves_runs = any(moves_runs(kind) for kind in self._kinds)
         telling = [t.kv_connector for t, kind in zip(self._transfers, self._kinds, strict=True) if _tells(kind)]
         if len(telling) > 1:
             limit = f"{' and '.join(telling)} both answer with kv_transfer_params: only one may"

@@ -123,7 +123,7 @@ class Nixl(P2P):
     """See Kind. As `p2p`, and the bytes go from memory to memory by NIXL."""
 
     keys = ("num_threads", "transfer_mode", "backends")
-    registers = True
+    registers = moves_runs = True
 
     def __init__(self, transfer: KVTransferConfig) -> None:
         """See Kind."""

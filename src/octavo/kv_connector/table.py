@@ -27,7 +27,8 @@ class Kind(Protocol):
     """One kind of connector, as it is configured: both halves are made of it, each in its process.
 
     One that moves what layers keep as a state, too, says so by `moves_states = True`; one with loads that a step waits
-    for (`Connector.allocated_now`) by `brings = True`.
+    for (`Connector.allocated_now`) by `brings = True`; one that tells a library each run of bytes, so that a block
+    should be one, by `moves_runs = True`.
     """
 
     shares_names: bool  # names of blocks leave the process
@@ -183,6 +184,11 @@ def _is_out_of_tree(kind: Kind) -> bool:
 def brings(kind: Kind) -> bool:
     """Whether blocks may arrive while a step runs."""
     return bool(getattr(kind, "brings", False))
+
+
+def moves_runs(kind: Kind) -> bool:
+    """Whether the layers of a block should lie together in the cache, where the user does not say how they lie."""
+    return bool(getattr(kind, "moves_runs", False))
 
 
 def moves_states(kind: Kind) -> bool:

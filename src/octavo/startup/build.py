@@ -25,7 +25,7 @@ from octavo.config.settings import ConfigError
 from octavo.config.speculative import cheap_tokens
 from octavo.engine import EngineCore
 from octavo.kv_connector import NO_CONNECTOR, Connector
-from octavo.kv_connector.table import Kind, brings, check_groups, make_kind, scheduler_half, secret_of
+from octavo.kv_connector.table import Kind, brings, check_groups, make_kind, moves_runs, scheduler_half, secret_of
 from octavo.observe import Phases
 from octavo.request.fields import FieldSpec
 from octavo.sched.identity import LOCAL, CacheIdentity
@@ -89,7 +89,7 @@ def build_core(
     with phases("load the weights"):
         facts = least(executor.call("load", resolved, folder))
     with phases("allocate the cache and the tables"):
-        plan = _plan(arch, facts, executor)
+        plan = _plan(arch, facts, executor, moves_runs=moves_runs(kind))
         check_groups(kind, transfer, plan.groups)
         resolved = dataclasses.replace(facts.resolved, max_model_len=plan.limits.max_model_len)
         executor.call("allocate", plan, brings(kind))
@@ -147,8 +147,8 @@ def _capture(resolved: Resolved, executor: Executor, phases: Phases) -> int:
         return max(executor.call("capture"))
 
 
-def _plan(arch: Arch, facts: WorkerFacts, executor: Executor) -> CachePlan:
-    """The cache that every worker gets."""
+def _plan(arch: Arch, facts: WorkerFacts, executor: Executor, *, moves_runs: bool) -> CachePlan:
+    """The cache that every worker gets. moves_runs: see `kv_connector.table.Kind`."""
     resolved = facts.resolved
 
     def buffer_bytes(tables: Sequence[TableSpec]) -> int:
@@ -167,6 +167,7 @@ def _plan(arch: Arch, facts: WorkerFacts, executor: Executor) -> CachePlan:
         max_num_drafts=facts.num_drafts,
         num_lookahead=facts.num_lookahead,
         num_next_tokens=facts.num_next_tokens,
+        moves_runs=moves_runs,
     )
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from octavo.cache.groups import CacheGroup, TableSpec, block_bytes, make_groups, pages_differ
 from octavo.cache.kernel_blocks import choose_tables
-from octavo.cache.layout import resolve_layout
+from octavo.cache.layout import layout_by_name, resolve_layout
 from octavo.cache.plan import CachePlan, show_bytes
 from octavo.cache.policies import lost_prefixes
 from octavo.cache.specs import LayerSpec
@@ -41,11 +41,12 @@ def plan_cache(
     max_num_drafts: int = 0,
     num_lookahead: int = 0,
     num_next_tokens: int = 0,
+    moves_runs: bool = False,
 ) -> CachePlan:
     """The layers' groups, the layout and the block tables that suit all backends, and as many blocks as fit.
 
     See `plan_memory`. specs: what each layer keeps, mods included. backends: what those that `resolved` names state.
-    buffer_bytes: what they keep for themselves with such tables.
+    buffer_bytes: what they keep for themselves with such tables. moves_runs: of the connector, see its Kind.
     Raises ValueError, naming what each takes, or the numbers of what does not fit.
     """
     itemsize = ITEMSIZE[resolved.kv_cache_dtype]
@@ -56,7 +57,7 @@ def plan_cache(
     facts = {name: given[name] for name in in_order if name in names}
     mixed_pages = pages_differ(groups, itemsize)
     layout = resolve_layout(
-        {name: fact.layouts for name, fact in facts.items()},
+        {name: _in_order(fact.layouts, moves_runs=moves_runs) for name, fact in facts.items()},
         requested=resolved.kv_cache_layout,
         mixed_pages=mixed_pages,
     )
@@ -82,7 +83,7 @@ def plan_cache(
         max_num_drafts=max_num_drafts,
         num_lookahead=num_lookahead,
         why={
-            "layout": _why_layout(resolved, next(iter(facts), ""), mixed_pages=mixed_pages),
+            "layout": _why_layout(resolved, next(iter(facts), ""), mixed_pages=mixed_pages, moves_runs=moves_runs),
             **_of_prefixes(resolved, groups, max(block_bytes(groups, itemsize), 1)),
         },
     )
@@ -117,7 +118,13 @@ def _of_prefixes(resolved: Resolved, groups: Sequence[CacheGroup], bytes_per_blo
     return found
 
 
-def _why_layout(resolved: Resolved, first: str, *, mixed_pages: bool) -> str:
+def _in_order(layouts: Sequence[str], *, moves_runs: bool) -> Sequence[str]:
+    """Those of a backend, the preferred first: a block in one run, where a connector moves runs."""
+    return sorted(layouts, key=lambda name: layout_by_name(name).layer_compact) if moves_runs else layouts
+
+
+def _why_layout(resolved: Resolved, first: str, *, mixed_pages: bool, moves_runs: bool) -> str:
     if resolved.kv_cache_layout is not None:
         return "as kv_cache_layout says"
-    return f"the first that {first} takes" + (" for pages of several sizes" if mixed_pages else "")
+    of_pages = " for pages of several sizes" if mixed_pages else ""
+    return f"the first that {first} takes" + (of_pages or (" with a block in one run" if moves_runs else ""))
