@@ -2,7 +2,7 @@
 
 Owns the reading of prompts (text, token ids, chat messages), the order of results, and the life of the engine behind
 it. Knows nothing of steps, rows or threads. Invariant: `generate` gives one finished RequestOutput per prompt, in
-order; if it raises, whatever it had queued is gone. Ctrl-C waits for the end of a step.
+order; if it raises, whatever it had queued is gone. Ctrl-C waits for a step's end, as SIGALRM and SIGTERM do.
 """
 
 from __future__ import annotations

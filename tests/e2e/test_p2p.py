@@ -467,23 +467,6 @@ def test_N_3_N_5_one_side_that_pushes_and_one_that_pulls_are_refused_by_both_nam
         make_kind(read_kv_transfer(p2p("kv_both", kv_connector="nixl", **EXTRA_WRITE)))
 
 
-def test_where_runs_of_bytes_are_told_a_library_a_block_is_one_unless_the_user_says_otherwise(make_llm: Make):
-    need_library("nixl")
-    nixl = p2p("kv_both", **WAYS["nixl"])
-    host = {"kv_connector": "host", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": "16M"}}
-    second = {"kv_connector": "nixl", "kv_role": "kv_both"}
-    both = p2p("kv_both", kv_connector="multi", kv_connector_extra_config={"connectors": [host, second]})
-    asked = [{"kv_transfer_config": each} for each in (p2p("kv_both"), nixl, both)]
-    asked.append({"kv_transfer_config": nixl, "kv_cache_layout": "LBNHC"})
-    plans = [make_llm(max_model_len=512, **fields).engine.memory for fields in asked]
-    assert [plan.layout for plan in plans] == ["LBHNC", "BLHNC", "BLHNC", "LBNHC"]
-    assert [plan.why["layout"] for plan in plans] == [
-        "the first that cpu takes",
-        *["the first that cpu takes with a block in one run"] * 2,
-        "as kv_cache_layout says",
-    ]
-
-
 @pytest.mark.parametrize("way", ["nixl", "push"])
 def test_N_5_a_thread_in_which_nixl_works_was_entered(way: str, make_llm: Make, monkeypatch: pytest.MonkeyPatch):
     """A GPU's driver knows no new one: UCX then passes NVLink by, or fails."""

@@ -120,3 +120,20 @@ def test_N_1_two_processes_pass_blocks_of_128_in_kernel_blocks_of_64(make_llm: M
         until_idle(llm)
         stats = llm.engine.scheduler.stats()
         assert not stats.num_load_failures and stats.num_loaded_tokens > 512
+
+
+def test_where_runs_of_bytes_are_told_a_library_a_block_is_one_unless_the_user_says_otherwise(make_llm: Make):
+    need_library("nixl")
+    nixl = p2p("kv_both", **WAYS["nixl"])
+    host = {"kv_connector": "host", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": "16M"}}
+    second = {"kv_connector": "nixl", "kv_role": "kv_both"}
+    both = p2p("kv_both", kv_connector="multi", kv_connector_extra_config={"connectors": [host, second]})
+    asked = [{"kv_transfer_config": each} for each in (p2p("kv_both"), nixl, both)]
+    asked.append({"kv_transfer_config": nixl, "kv_cache_layout": "LBNHC"})
+    plans = [make_llm(max_model_len=512, **fields).engine.memory for fields in asked]
+    assert [plan.layout for plan in plans] == ["LBHNC", "BLHNC", "BLHNC", "LBNHC"]
+    assert [plan.why["layout"] for plan in plans] == [
+        "the first that cpu takes",
+        *["the first that cpu takes with a block in one run"] * 2,
+        "as kv_cache_layout says",
+    ]

@@ -167,6 +167,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
             "bench",
             "startup.probe",
             "startup.cache",
+            "kv_connector.table",
             "attention.mods",
             "worker.model",
             "worker.backends",

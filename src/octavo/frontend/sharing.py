@@ -24,7 +24,7 @@ from octavo.frontend.request_metrics import RequestLog
 from octavo.request.outputs import RequestOutput
 from octavo.startup import gc_control
 from octavo.startup.forks import tell_in_child
-from octavo.startup.interrupts import HeldInterrupt
+from octavo.startup.interrupts import HeldSignals
 
 _T = TypeVar("_T")
 _EVENTS_A_STEP = 64  # that are counted of requests that have ended: a tenth of a millisecond
@@ -206,7 +206,7 @@ class SharedEngine:
 
     def _alone(self, action: Callable[[], None]) -> bool:
         """`action` as the leader. False, and nothing is done, if another thread leads."""
-        with HeldInterrupt():
+        with HeldSignals():
             if not self._lead.acquire(blocking=False):
                 return False
             try:

@@ -52,9 +52,8 @@ def plan_cache(
     itemsize = ITEMSIZE[resolved.kv_cache_dtype]
     groups = make_groups(specs, resolved.block_size, itemsize, snapshot_interval=resolved.snapshot_interval)
     names = backend_of_layers(resolved, len(specs))
-    in_order = dict.fromkeys([resolved.attention_backend, *names])  # whose preferences count first
-    given = {facts.name: facts for facts in backends}
-    facts = {name: given[name] for name in in_order if name in names}
+    given, in_order = {facts.name: facts for facts in backends}, [resolved.attention_backend, *names]
+    facts = {name: given[name] for name in in_order if name in names}  # whose preferences count first
     mixed_pages = pages_differ(groups, itemsize)
     layout = resolve_layout(
         {name: _in_order(fact.layouts, moves_runs=moves_runs) for name, fact in facts.items()},
