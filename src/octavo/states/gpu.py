@@ -49,7 +49,7 @@ _CONV_TOKENS, _CONV_TILE, _CONV_REGISTERS, _DECODE_CHANNELS = 16, 128, None, 512
 # Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
 _ADVANCING, _WALKING, _WALKING_FEW = "advance", "walk", "walk of few"
 _MAMBA2_TILES = {"decode": (64, 4), "short": (64, 8), "long": (64, 8), _ADVANCING: (64, 4)}
-_MAMBA2_TILES |= {_WALKING: (64, 4), _WALKING_FEW: (64, 4)}
+_MAMBA2_TILES |= {_WALKING: (64, 4), _WALKING_FEW: (64, 2)}
 # Of Mamba-2's prompts: chunks that are on their way or used; types whose chunks are walked, for float32 would spill.
 _WALK_STAGES, _WALKED = 2, (torch.bfloat16, torch.float16)
 _WALK_REGISTERS: int | None = None
