@@ -14,9 +14,8 @@ from octavo.startup import gc_control
 @pytest.fixture(autouse=True)
 def own_collector() -> Iterator[None]:
     before = gc.get_threshold()
-    gc.unfreeze()  # what was collected, or tests of servers in this process have frozen
+    gc.unfreeze()  # what tests of servers in this process have frozen
     yield
-    gc.freeze()
     gc.set_threshold(*before)
 
 
