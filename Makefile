@@ -10,7 +10,8 @@ PIP := $(PY) -m pip --disable-pip-version-check install -q $(PIP_FLAGS) -c const
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/octavo/ops/native/*.cpp src/octavo/ops/native/include/*.h)
 PACKAGE := $(VENV)/.octavo-installed
 TESTS := $(VENV)/.octavo-tests-installed
-# A process a processor, each taking whole files in order: a module's reference results are computed once.
+# A process a processor and one more, since some wait, each taking whole files in order: a module's reference results
+# are computed once.
 TEST_PROCESSES ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Of the engines on a GPU, side by side: their kernels are compiled meanwhile, and each takes 1 GB there.
 GPU_TEST_PROCESSES ?= -n logical --maxprocesses 16 --dist loadgroup
@@ -53,7 +54,9 @@ demo: $(PACKAGE)
 	@echo "  make test"
 
 # Each test process computes on one thread, its engines too, unless a test asks for more.
+# Modules are compiled here where Python is told to keep no bytecode: else each server that a test starts does it again.
 test: $(TESTS) lint
+	$(PY) -m compileall -q -j 0 src
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q $(TEST_PROCESSES)
 
 test-clients: $(TESTS)

@@ -7,6 +7,7 @@ not hold. Run as a program with the name of a rig, this prints JSON of name -> e
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -128,6 +129,7 @@ def _share_types(core: ModuleType) -> None:
 
 
 def main(rig: str) -> None:
+    gc.set_threshold(100_000, 20, 100)  # what torch and the interpreter make is seldom garbage in a cycle
     quicken()
     make_dots_exact()
     errors = {}

@@ -103,12 +103,15 @@ def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_INV_6_every_layout_and_kernel_block_size(name: str, dtype: torch.dtype, shape: str, spec: str) -> None:
-    """Unused blocks, slots and table columns are poison. Reproducible backends give the same bits in all settings."""
+    """Unused blocks, slots and table columns are poison. Reproducible backends give the same bits in all settings.
+
+    Of 16-bit types, which lie as float32 does, every layout and every size of blocks is met, not each pair of them.
+    """
     backend, rows = make_backend(name, dtype, SPECS[spec]), make_rows(shape, dtype)
     layer = tensors_of(SPECS[spec])
     plain = make_step(rows, PLAIN).run(backend, SPECS[spec], layer)
     assert_near(plain, attend_plainly(rows, SPECS[spec], layer.sinks))
-    for setting in SETTINGS:
+    for setting in SETTINGS if dtype == torch.float32 else SETTINGS[::3]:
         if takes(name, setting):
             out = make_step(rows, setting, seed=3).run(backend, SPECS[spec], layer)
             if backend.capability.reproducible:
@@ -274,6 +277,12 @@ def test_inputs_that_do_not_fit_are_refused_by_name(name: str) -> None:
         backend.run(step.q, torch.zeros(9, KV_HEADS, 32, 2 * SIZE), FULL, torch.empty_like(step.q))
     with pytest.raises(ValueError, match=r"4 queries and 5 outputs are fewer than num_tokens=5"):
         backend.run(step.q[:4], step.kv, FULL, torch.empty_like(step.q))
+
+
+def test_a_third_of_the_settings_has_every_layout_and_every_size() -> None:
+    layouts, *sizes = zip(*SETTINGS, strict=True)
+    some, *of_some = zip(*SETTINGS[::3], strict=True)
+    assert set(some) == set(layouts) and set(zip(*of_some, strict=True)) == set(zip(*sizes, strict=True))
 
 
 def test_L3_1_views_that_backends_see_have_blocks_first() -> None:

@@ -4,9 +4,11 @@ come back, and whoever is not concerned notices nothing."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -287,6 +289,30 @@ def test_two_engines_live_in_one_process(llm: LLM, make_llm: Any) -> None:
     assert [output.outputs[0].token_ids[0] for _, output in pairs] == others
     other.close()
     assert good_tokens(llm) == good
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"async_scheduling": True},
+        {"model": "octavo-tiny-hybrid"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"speculative_config": {"method": "mtp", "model": "octavo-tiny-mtp", "num_speculative_tokens": 2}},
+    ],
+    ids=["plain", "async", "hybrid", "ngram", "mtp"],
+)
+def test_a_closed_engines_memory_is_gone_without_the_collector(make_llm: Any, fields: dict[str, Any]) -> None:
+    """It was not: worker and cache were garbage in a cycle, and stayed until the oldest generation was looked at."""
+    llm = make_llm(**fields)
+    llm.generate(GOOD_PROMPT, GREEDY)
+    cache = weakref.ref(runner_of(llm.engine).cache)
+    gc.disable()
+    try:
+        llm.close()
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 @BOTH

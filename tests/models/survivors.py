@@ -35,5 +35,10 @@ def with_survivors(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, list
     """What a call gives, and the operator behind each other tensor that it made and that is still there."""
     with _Watch() as watch:
         result = call()
-    gc.collect()
-    return result, [name for name, made in watch.made if made() is not None and made() is not result]
+
+    def left() -> list[str]:
+        return [name for name, made in watch.made if made() is not None and made() is not result]
+
+    if left():  # in a cycle perhaps: a look at all that a process holds takes longer than most calls
+        gc.collect()
+    return result, left()

@@ -156,7 +156,7 @@ def check_plan(
 def check_plans() -> None:
     for reach in (
         Reach(causal=True),
-        Reach(causal=True, window=40),
+        Reach(causal=True, window=41),
         Reach(causal=True, chunk=48, exact=False),
         Reach(causal=False),
         Reach(causal=False, prompts=torch.tensor([0] * 5 + [40, 1, 160, 33, 5, 64, 9], dtype=torch.int32)),
@@ -164,9 +164,9 @@ def check_plans() -> None:
         check_plan(reach, [1, 1, 1, 0], [70, 1, 160, 0], 3, kind=Kind.SINGLE)
         check_plan(reach, [5, 0, 30, 1], [70, 0, 33, 160], 4)
         for block, kv_block in ((16, 64), (48, 64), (64, 16), (144, 64)):
-            check_plan(reach, [5, 0, 30, 1], [70, 0, 33, 300], 2, block=block, kv_block=kv_block)
+            check_plan(reach, [5, 0, 6, 1], [70, 0, 33, 175], 2, block=block, kv_block=kv_block)
         for kind in Kind:
-            check_plan(reach, [1, 1, 1, 2, 5, 30, 0], [70, 160, 70, 33, 5, 90, 0], 4, kind=kind)
+            check_plan(reach, [1, 1, 1, 2, 5, 9, 0], [70, 160, 70, 33, 5, 90, 0], 4, kind=kind)
         for queries, kind in (([1, 1], Kind.LONG), ([3, 2], Kind.SINGLE), ([0, 0], Kind.ALL)):
             check_plan(reach, queries, [9, 4], 4, kind=kind)
 

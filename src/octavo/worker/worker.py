@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,7 @@ from octavo.worker.facts import WorkerFacts
 from octavo.worker.results import PendingStep
 
 if TYPE_CHECKING:
+    from octavo.models.base import Model
     from octavo.rl.receiver import WeightReceiver
 
 _LOG = logging.getLogger(__name__)
@@ -64,6 +65,8 @@ class Worker:
         self._weights = WeightsDigest()
         self._operators: contextlib.AbstractContextManager[None] = contextlib.nullcontext()  # until `load`
         self._thread = threading.get_ident()  # that issued last
+        # Tag -> what has its memory. What a worker holds never leads back to it: one that is let go is gone at once.
+        self._tensors: dict[str, Callable[[], list[torch.Tensor]]] = {}
 
     def begin(self, config: EngineConfig, opening: Opening | None = None) -> bool:
         """Begin to open the device; whether there is a GPU that takes its time. opening: what began in this process."""
@@ -84,9 +87,11 @@ class Worker:
     def load(self, resolved: Resolved, folder: Path) -> WorkerFacts:
         """Load the weights. Raises ValueError, in one line, for a model or settings that cannot run."""
         self._folder, self._operators = folder, Operators(resolved)
-        self._memory = make_memory(resolved, self._tensors)
+        tensors = self._tensors
+        self._memory = make_memory(resolved, lambda tag: tensors[tag]())
         with room(resolved, "the weights", "load_format", "take a smaller model or dtype"), self._operators:
             self._model, resolved = models.build(self._arch, self._config, resolved, self._mods)
+            tensors[WEIGHTS] = functools.partial(models.matrices, self._model)  # vectors take no page of their own
             # names of blocks that leave the process hold a digest of the weights, which takes time
             is_named = self._config.prefix_cache_secret_file is not None or self._config.kv_transfer_config
             seen = self._weights.add if is_named else unseen
@@ -135,15 +140,10 @@ class Worker:
             grammars = grammars_of(self._config, self._folder, self._arch)
             cache = self._memory.allocator(CACHE)
             parts = self._model, resolved, plan, grammars, self._speculator, cache
-            self._runner = make_runner(*parts, brings=brings)
-        self._plan, self._calls = plan, Calls(self._runner, self._make_receiver, self._memory)
-
-    def _make_receiver(self) -> WeightReceiver:
-        from octavo.rl.receiver import WeightReceiver
-        from octavo.worker.calibration import calibrate_kv_scales
-
-        rescale = functools.partial(calibrate_kv_scales, self._model, self._resolved, self._plan)
-        return WeightReceiver(self._model, self._resolved, self._config.weight_transfer_config, rescale=rescale)
+            runner = self._runner = make_runner(*parts, brings=brings)
+        self._tensors[CACHE] = lambda: [runner.cache]
+        receiver = functools.partial(_make_receiver, self._model, resolved, plan, self._config.weight_transfer_config)
+        self._plan, self._calls = plan, Calls(runner, receiver, self._memory)
 
     def identify(self) -> tuple[str, str]:
         """Digests of the model, as far as its weights were seen, and of the mods. Behind `allocate`."""
@@ -226,12 +226,16 @@ class Worker:
         with Operators(self._resolved):  # this thread's
             return self._calls.answer(name, payload)
 
-    def _tensors(self, tag: str) -> list[torch.Tensor]:
-        """What has the memory of a tag: the cache, or weights but for vectors, which take no page of their own."""
-        return [self._runner.cache] if tag == CACHE else models.matrices(self._model)
-
     def _enter_thread(self) -> None:
         """What a GPU's driver is called with is a thread's own: another one that issues steps has to say so."""
         if self._thread != threading.get_ident():
             self._thread = threading.get_ident()
             self._runner.enter_thread()
+
+
+def _make_receiver(model: Model, resolved: Resolved, plan: CachePlan, transfer: Mapping[str, Any]) -> WeightReceiver:
+    from octavo.rl.receiver import WeightReceiver
+    from octavo.worker.calibration import calibrate_kv_scales
+
+    rescale = functools.partial(calibrate_kv_scales, model, resolved, plan)
+    return WeightReceiver(model, resolved, transfer, rescale=rescale)
