@@ -10,8 +10,7 @@ PIP := $(PY) -m pip --disable-pip-version-check install -q $(PIP_FLAGS) -c const
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/octavo/ops/native/*.cpp src/octavo/ops/native/include/*.h)
 PACKAGE := $(VENV)/.octavo-installed
 TESTS := $(VENV)/.octavo-tests-installed
-# A process a processor and one more, since some wait, each taking whole files in order: a module's reference results
-# are computed once.
+# A process a processor, each taking whole files in order: a module's reference results are computed once.
 TEST_PROCESSES ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Of the engines on a GPU, side by side: their kernels are compiled meanwhile, and each takes 1 GB there.
 GPU_TEST_PROCESSES ?= -n logical --maxprocesses 16 --dist loadgroup
