@@ -14,6 +14,7 @@ from architectures import ARCH, CPU
 from octavo.cli import main as cli
 from octavo.config.device_facts import DeviceFacts
 from octavo.config.engine_config import EngineConfig, resolve
+from octavo.observe import LOGGER
 from octavo.startup import probe
 
 CONFIG = {
@@ -66,6 +67,19 @@ def test_doctor_tells_everything_before_weights_exist(folder: Path, capsys: pyte
     assert line + "linear add norm mlp -> post_attention" in capsys.readouterr().out
     assert cli.main(["doctor", "-m", str(folder)]) == 0
     assert "Layers\n" not in capsys.readouterr().out
+
+
+def test_doctor_says_one_length(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The settings said 512 and the plan 16."""
+    monkeypatch.setattr(LOGGER, "handlers", [])
+    monkeypatch.setattr(LOGGER, "propagate", LOGGER.propagate)
+    assert cli.main(["doctor", "--explain", "-m", str(folder), "--num-gpu-blocks-override", "2"]) == 0
+    said = capsys.readouterr()
+    assert "max_model_len                16               what num_gpu_blocks_override holds" in said.out
+    assert "max_model_len=16, what num_gpu_blocks_override holds." in said.out
+    assert "512 positions" not in said.out and said.err.count("max_model_len is 16, not the checkpoint's 512") == 1
 
 
 def test_doctor_on_a_setting_that_cannot_run_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

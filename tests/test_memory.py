@@ -23,9 +23,10 @@ from octavo.config.device_facts import DeviceFacts
 from octavo.config.engine_config import EngineConfig, Resolved, resolve
 from octavo.config.settings import ConfigError
 from octavo.layers.attention import plain_specs
+from octavo.observe import LOGGER
 from octavo.ops import native
 from octavo.sched.kv_manager import KVManager
-from octavo.startup.memory_plan import check_weights, plan_memory
+from octavo.startup.memory_plan import check_weights, plan_memory, with_planned_length
 from patience import patient
 
 SLIDING = dataclasses.replace(ARCH, layers=(LayerKind(window=64),) * 4 + (LayerKind(),) * 2)
@@ -122,7 +123,40 @@ def test_one_full_request_may_take_more_than_the_usual_share() -> None:
 def test_an_automatic_length_shrinks_to_what_fits() -> None:
     made = plan(64 << 20, num_gpu_blocks_override=11)
     assert made.max_model_len == 10 * 16 and made.num_blocks == 11 and made.max_requests == 1.0
-    assert made.why["max_model_len"] == "what the memory holds" and "max_model_len=160, what the" in made.table()
+    assert made.why["max_model_len"] == "what num_gpu_blocks_override holds"
+    assert "max_model_len=160, what num_gpu_blocks_override holds" in made.table()
+
+
+@pytest.mark.parametrize(
+    ("fields", "length", "said"),
+    [
+        (
+            {"num_gpu_blocks_override": 11},
+            160,
+            "what num_gpu_blocks_override holds; raise num_gpu_blocks_override (--num-",
+        ),
+        ({"kv_cache_memory_bytes": 11 * PER_BLOCK}, 160, "raise kv_cache_memory_bytes (--kv-cache-memory-bytes)"),
+        (
+            {"max_num_batched_tokens": 64, "enable_chunked_prefill": False},
+            64,
+            "raise max_num_batched_tokens (--max-num",
+        ),
+        ({}, 2048, ""),
+        ({"num_gpu_blocks_override": 11, "max_model_len": 100}, 100, ""),
+        ({"num_gpu_blocks_override": 11, "max_model_len": -1}, 160, ""),
+    ],
+)
+def test_a_length_that_nobody_asked_for_is_told(
+    fields: dict[str, Any], length: int, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request was refused, or cut, at 160 tokens of a model with 2048 positions, and no word at the start."""
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    planned = with_planned_length(EngineConfig(**fields), ARCH, numbers(**fields), plan(64 << 20, **fields))
+    assert planned.max_model_len == length
+    assert {record.levelname for record in caplog.records} == ({"WARNING"} if said else set())
+    if said:
+        assert f"max_model_len is {length}, not the checkpoint's 2048: it is " in caplog.text and said in caplog.text
+        assert "set max_model_len (--max-model-len)" in caplog.text
 
 
 @pytest.mark.parametrize(

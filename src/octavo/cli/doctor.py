@@ -25,6 +25,7 @@ from octavo.kv_connector.table import make_kind, moves_runs
 from octavo.observe import setup_logging
 from octavo.startup import probe
 from octavo.startup.cache import plan_cache
+from octavo.startup.memory_plan import with_planned_length
 from octavo.worker.backends import backend_classes, backend_facts, buffer_bytes
 
 _DESCRIPTION = "Print versions, devices, the memory plan, the numerics contract and settings. Loads no weights."
@@ -50,25 +51,27 @@ def main(argv: Sequence[str]) -> int:
     arch = _read_arch(config)
     specs, layers, weight_bytes, resolved = _build(arch, config, resolve(config, arch, facts))
     _section("Model", _model(config, arch))
-    _section("Runs with", _resolved(resolved))
-    if getattr(namespace, "explain", False):
-        _section("Layers", layers)
-    print("Memory plan")
     on_gpu = resolved.device == "cuda"
     free, total = (facts.cuda_free_bytes, facts.cuda_total_bytes) if on_gpu else (facts.free_bytes, facts.total_bytes)
-    plan = plan_cache(
-        arch,
-        resolved,
-        specs,
-        backend_facts(resolved, arch.num_layers),
-        free_bytes=free,
-        total_bytes=total,
-        weight_bytes=weight_bytes,
-        weights_loaded=False,
-        buffer_bytes=functools.partial(buffer_bytes, resolved),
-        moves_runs=moves_runs(make_kind(read_kv_transfer(config.kv_transfer_config))),
-    )
-    print(plan.table(), end="\n\n")
+    try:
+        plan = plan_cache(
+            arch,
+            resolved,
+            specs,
+            backend_facts(resolved, arch.num_layers),
+            free_bytes=free,
+            total_bytes=total,
+            weight_bytes=weight_bytes,
+            weights_loaded=False,
+            buffer_bytes=functools.partial(buffer_bytes, resolved),
+            moves_runs=moves_runs(make_kind(read_kv_transfer(config.kv_transfer_config))),
+        )
+        resolved = with_planned_length(config, arch, resolved, plan)
+    finally:  # also where there is no plan
+        _section("Runs with", _resolved(resolved))
+        if getattr(namespace, "explain", False):
+            _section("Layers", layers)
+    _section("Memory plan\n" + plan.table(), ())
     contract = probe.numerics_contract(resolved, native=resolved.native, gpu=facts.cuda)
     _section("Numerics contract " + probe.numerics_id(contract), contract.items())
     return 0

@@ -114,8 +114,8 @@ class EngineConfig:
     )
 
     max_model_len: int | None = setting(
-        None, "most tokens of a request, prompt and output: 4096, 16k, 16K, or auto (what the memory holds)", "length",
-        low=2, high=_INT32_MAX, has_auto=True,
+        None, "most tokens of a request, prompt and output: 4096, 16k, 16K, or auto (what fits); default: the "
+        "checkpoint's, or what fits, with a warning", "length", low=2, high=_INT32_MAX, has_auto=True,
     )  # fmt: skip
     max_num_seqs: int | None = setting(None, "most requests that run at once", "int", low=1, high=65536)
     max_num_batched_tokens: int | None = setting(

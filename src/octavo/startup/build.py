@@ -7,7 +7,6 @@ one ValueError.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -36,7 +35,7 @@ from octavo.startup import probe
 from octavo.startup.cache import plan_cache
 from octavo.startup.frontend import FrontendParts, find_and_read, load_frontend
 from octavo.startup.identity import make_identity, read_secret, shared_facts
-from octavo.startup.memory_plan import sized_by
+from octavo.startup.memory_plan import sized_by, with_planned_length
 from octavo.worker.device import Opening
 from octavo.worker.executor import Executor, InlineExecutor, ThreadExecutor
 from octavo.worker.facts import WorkerFacts, least
@@ -91,7 +90,7 @@ def build_core(
     with phases("allocate the cache and the tables"):
         plan = _plan(arch, facts, executor, moves_runs=moves_runs(kind))
         check_groups(kind, transfer, plan.groups)
-        resolved = dataclasses.replace(facts.resolved, max_model_len=plan.limits.max_model_len)
+        resolved = with_planned_length(config, arch, facts.resolved, plan)
         executor.call("allocate", plan, brings(kind))
     if facts.compiles_ahead:
         with phases("compile kernels"):

@@ -8,6 +8,7 @@ request of `max_model_len` tokens and the null block.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,10 +16,12 @@ from octavo.cache.groups import CacheGroup, TableSpec, block_bytes
 from octavo.cache.plan import CachePlan, show_bytes
 from octavo.cache.policies import blocks_for_request
 from octavo.checkpoint.arch import Arch
-from octavo.config.engine_config import Resolved
-from octavo.config.settings import ConfigError
+from octavo.config.engine_config import EngineConfig, Resolved
+from octavo.config.settings import ConfigError, flag_name
 from octavo.config.speculative import cheap_tokens
 from octavo.plan import StepLimits
+
+_LOG = logging.getLogger(__name__)
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 # Of what weights and workspace leave, on CPU: the usual share of the cache, the most that an automatic
@@ -111,7 +114,7 @@ def plan_memory(
     }
     fitted = _fit_blocks(resolved, groups, free_bytes, total_bytes, per_block, parts, max_num_drafts + num_lookahead)
     length = fitted.max_model_len
-    shortened = {"max_model_len": "what the memory holds"} if length < resolved.max_model_len else {}
+    shortened = {"max_model_len": f"what {fitted.rule} holds"} if length < resolved.max_model_len else {}
     return CachePlan(
         device=resolved.device,
         limits=step_limits(dataclasses.replace(resolved, max_model_len=length), max_num_drafts, num_lookahead),
@@ -132,6 +135,29 @@ def plan_memory(
         blocks_per_request=fitted.per_request,
         why={**why, "num_blocks": fitted.rule, **shortened},
     )
+
+
+def with_planned_length(config: EngineConfig, arch: Arch, resolved: Resolved, plan: CachePlan) -> Resolved:
+    """The settings with the length that the plan holds. Where nobody asked for a shorter one, a warning says it."""
+    if plan.max_model_len < resolved.max_model_len:
+        why = {**resolved.why, "max_model_len": plan.why["max_model_len"]}
+        resolved = dataclasses.replace(resolved, max_model_len=plan.max_model_len, why=why)
+    usual = arch.default_length or arch.max_position
+    if config.max_model_len is None and resolved.max_model_len < usual:
+        why_short = resolved.why["max_model_len"]
+        field = "max_num_batched_tokens" if why_short.startswith("max_num_batched_tokens") else sized_by(resolved)
+        _LOG.warning(
+            "max_model_len is %d, not the checkpoint's %d: it is %s; %s %s (%s), or set max_model_len (%s) to what you "
+            "need, or to auto, which means what fits",
+            resolved.max_model_len,
+            usual,
+            why_short,
+            "set" if getattr(resolved, field) is None else "raise",
+            field,
+            flag_name(field),
+            flag_name("max_model_len"),
+        )
+    return resolved
 
 
 def _logits_bytes(arch: Arch, resolved: Resolved, max_num_drafts: int) -> int:
