@@ -216,6 +216,11 @@ def test_values_of_the_wrong_type(mock_server: RunningServer, path: str, field: 
         ({"response_format": {"type": "structural_tag", "format": {"type": "token"}}}, "unsupported"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "conflicting"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "conflicting"),
+        ({"length_penalty": 1.2}, "unsupported_parameter"),
+        ({"length_penalty": True}, "unsupported_parameter"),
+        ({"truncate_prompt_tokens": 0}, "out_of_range"),
+        ({"vllm_xargs": 5}, "invalid_type"),
+        ({"vllm_xargs": {"a": 1}, "extra_args": {"a": 1}}, "conflicting"),
     ],
 )
 @pytest.mark.parametrize("path", GENERATE)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from octavo.serve.api import protocol
 from octavo.serve.api.legacy import with_tools
-from server_rig import RunningServer
+from octavo.serve.api.protocol import ChatRequest, CompletionRequest
+from octavo.serve.errors import ApiError
+from server_rig import RunningServer, StartServer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -46,6 +51,63 @@ def test_flags_may_be_texts(mock_server: RunningServer) -> None:
     asked = {"messages": HI, "max_tokens": 1, "stream": "False", "ignore_eos": "true", "n": 1}
     assert "warnings" not in ask(mock_server, CHAT, **asked)
     assert mock_server.post(CHAT, asked | {"stream": "perhaps"}).status == 400
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_fields_that_ask_for_nothing_pass(mock_server: RunningServer, path: str) -> None:
+    asked: dict[str, Any] = {"prompt": "a"} if path == COMPLETIONS else {"messages": HI}
+    idle: dict[str, Any] = {
+        "length_penalty": 1.0,
+        "use_beam_search": False,
+        "allowed_token_ids": None,
+        "stop": [],
+        "truncate_prompt_tokens": -1,
+        "structured_outputs": {},
+        "vllm_xargs": {"x": 1, "y": ["a", 2.5]},
+    }
+    assert "warnings" not in ask(mock_server, path, **asked, **idle, max_tokens=1)
+    idle |= {"length_penalty": "1", "structured_outputs": {"json": None}, "truncate_prompt_tokens": None}
+    form = {"response_format": {"type": "text"}}
+    assert "warnings" not in ask(mock_server, path, **asked, **idle, **form, max_tokens=1)
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest])
+def test_vllm_xargs_are_extra_args(kind: Any) -> None:
+    read = functools.partial(protocol.read, kind, strict=True)
+    assert read({"vllm_xargs": {"a": 1}}).sampling == {"extra_args": {"a": 1}}
+    for body in (
+        {"vllm_xargs": {"a": 1}, "extra_args": {"b": "x"}},
+        {"extra_args": {"b": "x"}, "vllm_xargs": {"a": 1}},
+    ):
+        assert read(body).sampling == {"extra_args": {"a": 1, "b": "x"}}
+    with pytest.raises(ApiError, match=r"^vllm_xargs.a: is given in extra_args too"):
+        read({"vllm_xargs": {"a": 1}, "extra_args": {"a": 1}})
+
+
+def test_a_chat_may_ask_for_the_tokenizers_special_tokens(mock_server: RunningServer) -> None:
+    """The bundled tokenizer has none to add; what is added, `tests/text/test_text_sandbox.py` says."""
+    asked = {"messages": HI, "max_tokens": 1, "return_token_ids": True}
+    plain = ask(mock_server, CHAT, **asked)
+    added = ask(mock_server, CHAT, **asked, add_special_tokens=True)
+    assert added["prompt_token_ids"] == plain["prompt_token_ids"] and "warnings" not in added
+
+
+def test_tools_stay_in_the_prompt_where_none_may_be_called(start_server: StartServer, tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text("{% if tools %}{{ tools[0]['function']['name'] }}{% endif %}{{ messages[0]['content'] }}")
+    tools = [{"type": "function", "function": {"name": "lamp"}}]
+    said = '<tool_call>\n{"name": "lamp", "arguments": {}}\n</tool_call>'
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": said}], "return_token_ids": True}
+    options = ("--chat-template", str(path), "--tool-call-parser", "hermes")
+    with start_server(*options) as server:
+        shown = ask(server, CHAT, **asked, tools=tools)["prompt_token_ids"]
+        bare = ask(server, CHAT, **asked)["prompt_token_ids"]
+        none = ask(server, CHAT, **asked, tools=tools, tool_choice="none")
+    assert none["prompt_token_ids"] == shown != bare
+    assert "tool_calls" not in none["choices"][0]["message"] and none["choices"][0]["finish_reason"] != "tool_calls"
+    with start_server(*options, "--exclude-tools-when-tool-choice-none") as server:
+        assert ask(server, CHAT, **asked, tools=tools, tool_choice="none")["prompt_token_ids"] == bare
+        assert ask(server, CHAT, **asked, tools=tools)["prompt_token_ids"] == shown
 
 
 def test_max_tokens_beyond_the_context_is_told(mock_server: RunningServer) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+import tokenizers
 
 from octavo.request.sampling_params import Limits, ParameterError
 from octavo.text import sandbox as sandbox_module
@@ -113,6 +114,17 @@ def test_long_texts_have_the_tokens_of_the_same_text_without_a_sandbox(make_sand
     assert sandbox.decode(token_ids, skip_special_tokens=True) == tokenizer.decode(token_ids)
     messages = [*CALLS, {"role": "user", "content": text}]
     assert sandbox.render_chat(messages, LIMITS, tools=TOOLS) == tokenizer.render_chat(messages, tools=TOOLS)
+
+
+@pytest.mark.parametrize("said", ["hello", "a <|im_end|> of a user's own"], ids=["plain", "guarded"])
+def test_rendered_text_may_have_the_tokenizers_special_tokens_around(make_sandbox: MakeSandbox, said: str) -> None:
+    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    added = (SPECIALS[0], backend.token_to_id(SPECIALS[0]))
+    backend.post_processor = tokenizers.processors.TemplateProcessing(f"{added[0]} $A", special_tokens=[added])
+    sandbox = make_sandbox(QWEN, backend)
+    rendered = sandbox.render(sandbox.conversation([{"role": "user", "content": said}]))
+    plain = sandbox.encode(rendered, guarded=True)
+    assert sandbox.encode(rendered, guarded=True, add_special_tokens=True) == [added[1], *plain]
 
 
 def test_rendered_text_that_cannot_fit_is_not_tokenized(make_sandbox: MakeSandbox) -> None:

@@ -376,7 +376,6 @@ _SERVER = {
     "log_config_file": never("--log-level and --log-format say what is logged"),
     "shutdown_timeout": same("drain_seconds"),
     "enable_auto_tool_choice": idle("calls are looked for wherever --tool-call-parser finds a parser", kind="switch"),
-    "exclude_tools_when_tool_choice_none": idle("that is what happens", kind="switch"),
     "tool_parser_plugin": never("give --tool-call-parser package.module:Class"),
     "tool_server": never("tools are called by the client"),
     "trust_request_chat_template": never(

@@ -57,6 +57,9 @@ class ServeConfig:
         "auto", "variables of the template that requests may set, with commas; auto: its own", "str"
     )
     tool_call_parser: str = setting("auto", "how tool calls are read from the output; none: not at all", "str")
+    exclude_tools_when_tool_choice_none: bool = setting(
+        False, "do not show the model tools that tool_choice none forbids it to call", "bool"
+    )
     return_tokens_as_token_ids: bool = setting(False, "write tokens as token_id:5 in every answer", "bool")
     enable_force_include_usage: bool = setting(False, "end every stream with its counts", "bool")
     stream_interval: int = setting(1, "tokens between two events of a stream", "int", low=1, high=1 << 20)

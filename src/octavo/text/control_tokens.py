@@ -62,14 +62,18 @@ class ControlTokens:
         """Rendered text without guards, to show."""
         return rendered.replace(GUARD, "")
 
-    def encode(self, rendered: str) -> list[int]:
-        """Token ids of rendered text, nothing added. Raises ParameterError if a guard is there and cannot be kept."""
+    def encode(self, rendered: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of rendered text; `add_special_tokens`: with those that the tokenizer puts around a text.
+
+        Raises ParameterError if a guard is there and cannot be kept.
+        """
         if GUARD not in rendered:
-            return encode_text(self._backend, rendered, False, "messages")
+            return encode_text(self._backend, rendered, add_special_tokens, "messages")
         if RENAME in rendered:
             raise ParameterError("messages", "U+FDD1 cannot stand beside control tokens", "invalid_unicode")
         renamed = self._pattern.sub(lambda match: _new_name(match[0]), rendered)
-        return encode_text(self._renamed_tokenizer, renamed.replace(GUARD, ""), False, "messages")
+        encoding = _encoding(self._renamed_tokenizer, renamed.replace(GUARD, ""), False, "messages")
+        return (self._backend.post_process(encoding) if add_special_tokens else encoding).ids
 
     @functools.cached_property
     def _renamed_tokenizer(self) -> tokenizers.Tokenizer:
@@ -101,8 +105,12 @@ class ControlTokens:
 
 def encode_text(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool, field: str = "prompt") -> list[int]:
     """Token ids. Raises ParameterError for a text that the tokenizer has no tokens for."""
+    return _encoding(backend, text, add_special_tokens, field).ids
+
+
+def _encoding(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool, field: str) -> tokenizers.Encoding:
     try:
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return backend.encode(text, add_special_tokens=add_special_tokens)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # the library raises bare Exceptions, and its panics are no Exceptions

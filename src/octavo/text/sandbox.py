@@ -114,7 +114,7 @@ class TextSandbox:
         if isinstance(tokenizer, NoTokenizer):
             return tokenizer.encode(text)
         if self.is_quick(text, guarded=guarded, num_chars_before=num_chars_before):
-            return tokenizer.control.encode(text) if guarded else tokenizer.encode(text, add_special_tokens)
+            return (tokenizer.control if guarded else tokenizer).encode(text, add_special_tokens)
         with telling_of_text("messages" if guarded else "prompt"):
             return ids_of(self.ask(encode_job(text, add_special_tokens=add_special_tokens, guarded=guarded)))
 

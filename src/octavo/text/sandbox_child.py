@@ -85,7 +85,7 @@ def render(texts: Texts, data: bytes, options: Mapping[str, Any]) -> bytes:
 def encode(texts: Texts, data: bytes, options: Mapping[str, Any]) -> bytes:
     """A text: its token ids, each four bytes. `guarded`: as rendered text is."""
     if options["guarded"]:
-        token_ids = texts.control.encode(data.decode())
+        token_ids = texts.control.encode(data.decode(), options["add_special_tokens"])
     else:
         token_ids = encode_text(texts.tokenizer.backend, data.decode(), options["add_special_tokens"])
     return array.array("I", token_ids).tobytes()

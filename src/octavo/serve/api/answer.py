@@ -109,7 +109,8 @@ class Answers:
 
     parsers: ParserChoice
     form_waits: bool = True  # for the end of the reasoning
-    tools: list[dict[str, Any]] | None = None  # for the template
+    shown: list[dict[str, Any]] | None = None  # tools, for the template
+    tools: list[dict[str, Any]] | None = None  # that may be called
     choice: str = "none"
     max_calls: int | None = None
 
@@ -139,9 +140,11 @@ def plan_answers(state: ServeState, request: ChatRequest) -> Answers:
     """Check the tools of a request, and choose its parsers. Raises ParameterError."""
     tools = check_tools(request.tools, state.config.max_tools)
     choice = check_choice(request.tool_choice, tools)
+    hidden = choice == "none" and state.config.exclude_tools_when_tool_choice_none
     return Answers(
         parsers=state.parsers,
         form_waits=state.thinking.form_waits,
+        shown=None if hidden else tools,
         tools=None if choice == "none" else tools,
         choice=choice,
         max_calls=None if request.parallel_tool_calls else 1,

@@ -17,6 +17,7 @@ import msgspec
 
 from octavo.config.settings import did_you_mean
 from octavo.request.sampling_params import BOOL_FIELDS, FLOAT_FIELDS, INT_FIELDS, SamplingParams
+from octavo.request.validation import shown
 from octavo.serve.errors import ApiError, bad_request
 
 MAX_WARNINGS = 16
@@ -81,6 +82,7 @@ class ChatRequest(Common, kw_only=True):
     echo: bool = False  # begin the answer with the last message, if that is the assistant's
     reasoning_effort: str | None = None
     add_generation_prompt: bool = True
+    add_special_tokens: bool = False  # beside those that the template writes
     continue_final_message: bool = False
     documents: list[Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -151,7 +153,7 @@ SAMPLING = frozenset(SamplingParams.__struct_fields__) - _NOT_IN_BODIES
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prediction", "verbosity", "web_search_options", "include", "truncation", "background", "conversation",
-    "max_tool_calls", "prompt_cache_options", "stream_interval", "vllm_xargs", "mm_processor_kwargs", "detokenize",
+    "max_tool_calls", "prompt_cache_options", "stream_interval", "mm_processor_kwargs", "detokenize",
     "media_io_kwargs", "reasoning",
     "modalities", "stream_options",
 })  # fmt: skip
@@ -172,6 +174,10 @@ REFUSED: dict[str, tuple[str, str]] = {
         ("unsupported_parameter", "is gone; use structured_outputs"),
     ),
 }  # fmt: skip
+
+# Values of refused fields that ask for nothing, beside false, "" and an empty list.
+_HARMLESS: dict[str, float] = {"length_penalty": 1.0}
+_XARGS = "vllm_xargs"  # vLLM's name of extra_args in a body
 
 # Integers that are no sampling parameters of their own name.
 _INTS = frozenset({"priority", "top_logprobs", "max_completion_tokens", "max_output_tokens", "best_of", "logprobs"})
@@ -204,10 +210,12 @@ def read(kind: type[_S], body: Mapping[str, Any], *, strict: bool, sampling: fro
         if name in own:
             fields[name] = _number(value, int) if name in _INTS else _flag(value) if name in flags else value
         elif name in sampling:
-            params[name] = _lax(name, value)
+            params.setdefault(name, _lax(name, value))
+        elif name == _XARGS and "extra_args" in sampling:
+            params["extra_args"] = _with_xargs(body.get("extra_args"), value)
         elif name in REFUSED:
             code, text = REFUSED[name]
-            if value not in (False, "", []):
+            if value not in (False, "", []) and not _is_harmless(name, value):
                 raise bad_request(code, f"{name}: {text}", name)
         elif name in IGNORED:
             warnings.append(f"{name}: has no effect")
@@ -234,6 +242,22 @@ def _flags_of(kind: Hashable) -> frozenset[str]:
 def _flag(value: Any) -> Any:
     """True or false from its text."""
     return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _is_harmless(name: str, value: Any) -> bool:
+    return name in _HARMLESS and not isinstance(value, bool) and _number(value, float) == _HARMLESS[name]
+
+
+def _with_xargs(extra: Any, given: Any) -> Any:
+    """`extra_args` of a body with what its `vllm_xargs` holds. Raises ApiError for a name that both give."""
+    if not isinstance(given, dict):
+        raise bad_request("invalid_type", f"{_XARGS}: must be an object, got {shown(given)}", _XARGS)
+    if not isinstance(extra, dict):
+        return given if extra is None else extra  # what is wrong with it is told with the other parameters
+    if twice := next((name for name in given if name in extra), None):
+        name = f"{_XARGS}.{twice[:_MAX_NAME]}" if twice[:_MAX_NAME].isidentifier() else _XARGS
+        raise bad_request("conflicting", f"{name}: is given in extra_args too", name)
+    return extra | given
 
 
 def _lax(name: str, value: Any) -> Any:

@@ -104,8 +104,9 @@ async def _render(state: ServeState, request: ChatRequest, answers: Answers, kep
     return await render_chat(
         state,
         request.messages,
-        tools=answers.tools,
+        tools=answers.shown,
         documents=request.documents,
+        add_special_tokens=request.add_special_tokens,
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,
         template_kwargs=kwargs,

@@ -49,6 +49,7 @@ _SAMPLING = frozenset(
         "ignore_eos",
         "min_tokens",
         "thinking_token_budget",
+        "extra_args",
     }
 )
 _TEXT_PARTS = ("input_text", "output_text", "text")

@@ -53,7 +53,7 @@ def client_names(field: str, schema: str) -> dict[str, str]:
 
 def form_names(response_format: object, structured_outputs: object) -> dict[str, str]:
     """The same, for a request that may have these two fields; with neither its tools alone can ask for a form."""
-    if structured_outputs is not None:
+    if not _asks_nothing(structured_outputs):
         return {}
     if response_format is not None:
         return client_names("response_format", "response_format.json_schema.schema")
@@ -94,11 +94,18 @@ def from_response_format(value: object, field: str = "response_format") -> Struc
 def from_request(response_format: object, structured_outputs: object) -> StructuredOutputsParams | None:
     """Of a request's two fields, of which one at most may ask for something. Raises ParameterError."""
     asked = from_response_format(response_format)
-    if structured_outputs is None:
+    if _asks_nothing(structured_outputs):
         return asked
     if asked is not None:
         raise ParameterError("structured_outputs", "excludes response_format", "conflicting")
     return read_structured_outputs(structured_outputs)
+
+
+def _asks_nothing(structured_outputs: object) -> bool:
+    """Whether it is null, or an object of nulls alone."""
+    if isinstance(structured_outputs, Mapping):
+        return all(value is None for value in structured_outputs.values())
+    return structured_outputs is None
 
 
 def from_tool_choice(tools: Iterable[Mapping[str, Any]], name: str | None = None) -> StructuredOutputsParams:

@@ -85,8 +85,13 @@ class Texts:
             raise bad_request(refusal.code, refusal.message, refusal.param)
         return msgspec.json.decode(body, type=dict[str, Any])  # known to be good: ten times as fast
 
-    async def render_chat(self, messages: Any, limits: Limits, **options: Any) -> tuple[str, list[int]]:
-        """A conversation's prompt as text and token ids. Raises ParameterError or ApiError."""
+    async def render_chat(
+        self, messages: Any, limits: Limits, *, add_special_tokens: bool = False, **options: Any
+    ) -> tuple[str, list[int]]:
+        """A conversation's prompt as text and token ids. Raises ParameterError or ApiError.
+
+        add_special_tokens: the tokenizer's own around it, beside what the template wrote; the text is without.
+        """
         sandbox = self._sandbox
         if _is_small([messages, *options.values()]):
             job = render_job(sandbox.conversation(messages, **options))
@@ -94,7 +99,8 @@ class Texts:
                 rendered = (await self._short.ask(job)).decode()
         else:
             rendered = await self._in_long(lambda: sandbox.render(sandbox.conversation(messages, **options)))
-        return sandbox.plain(rendered, limits), await self.encode(rendered, guarded=True)
+        token_ids = await self.encode(rendered, guarded=True, add_special_tokens=add_special_tokens)
+        return sandbox.plain(rendered, limits), token_ids
 
     async def encode(
         self, text: str, *, add_special_tokens: bool = False, guarded: bool = False, num_chars_before: int = 0
