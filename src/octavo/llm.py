@@ -31,6 +31,7 @@ from octavo.frontend.weights import WeightMethods
 from octavo.observe import Phases, progress
 from octavo.request import transfer_params
 from octavo.request.outputs import FlatLogprobs, RequestOutput
+from octavo.request.prompts import for_each, refuse_several
 from octavo.request.sampling_params import (
     GREEDY_BELOW,
     MAX_TEMPERATURE,
@@ -132,8 +133,7 @@ class LLM(WeightMethods, Absent):
         params = self._params_per_prompt(sampling_params, len(many))
         self._shared.check_process()
         with gc_control.relaxed():
-            ready = [self._ready(*each) for each in zip(many, params, strict=True)]
-            return self._run(ready, params, use_tqdm, priority)
+            return self._run(for_each("prompts", self._ready, many, params), params, use_tqdm, priority)
 
     def chat(
         self,
@@ -168,34 +168,32 @@ class LLM(WeightMethods, Absent):
             chat_template = read_template(chat_template)
         if tools and not self._text("messages").template.takes_tools(chat_template):
             _LOG.warning("tools are left out of the prompt: the chat template does not show them to the model")
-        many = isinstance(messages, Sequence) and bool(messages) and not isinstance(messages[0], Mapping)
+        many = isinstance(messages, Sequence) and bool(messages) and not isinstance(messages[0], str | Mapping)
         conversations: Any = messages if many else [messages]
         params = self._params_per_prompt(sampling_params, len(conversations))
         self._shared.check_process()
         with gc_control.relaxed():
-            ready = [
-                self._ready_chat(
-                    conversation,
-                    own,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tools=tools,
-                    chat_template_kwargs=chat_template_kwargs,
-                    chat_template=chat_template,
-                    content_format=chat_template_content_format,
-                )
-                for conversation, own in zip(conversations, params, strict=True)
-            ]
+            read = functools.partial(
+                self._ready_chat,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                chat_template=chat_template,
+                content_format=chat_template_content_format,
+            )
+            ready = for_each("messages", read, conversations, params)
             return self._run(ready, params, use_tqdm, None, "chat")
 
     def stream(
         self, prompt: Prompt | Messages, sampling_params: SamplingParams | None = None
     ) -> Generator[RequestOutput, None, None]:
-        """Yield what is new as it comes. Closing the iterator aborts the request.
+        """Yield what is new of one prompt as it comes. Closing the iterator aborts the request.
 
         Each output is a RequestOutput of kind DELTA, whatever `output_kind` says: `output.outputs[0].text` is the text
         since the last one.
         """
+        refuse_several(prompt)
         params = self._params_per_prompt(sampling_params, 1)[0]
         if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
             ready = self._ready_chat(prompt, params)
@@ -420,7 +418,8 @@ class LLM(WeightMethods, Absent):
         """asked: the method that a refusal names."""
         priorities = [0] * len(ready) if priority is None else _priorities(priority, len(ready))
         final = [_with_kind(own, RequestOutputKind.FINAL_ONLY) for own in params]
-        requests = [self._check(*entry, asked) for entry in zip(ready, final, priorities, strict=True)]
+        named = "messages" if asked == "chat" else "prompts"
+        requests = for_each(named, functools.partial(self._check, asked=asked), ready, final, priorities)
         parts = [[(str(next(self._ids)), request) for request in part] for part in self._parts(requests)]
         outputs: dict[str, RequestOutput] = {}
         call = Call(parts)

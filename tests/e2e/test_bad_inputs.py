@@ -181,6 +181,12 @@ def test_bad_parameters(llm: LLM, good: list[int], fields: dict[str, Any], said:
     assert_refused(llm, good, lambda: llm.generate("a", SamplingParams(**fields)), *said)
 
 
+@pytest.mark.parametrize("prompts", [["a b", "c"], ["a"], [[5], [6]], [{"prompt": "a"}, {"prompt": "b"}], [[USER]]])
+def test_a_stream_has_one_prompt(llm: LLM, good: list[int], prompts: Any) -> None:
+    said = ("prompt: must be one prompt, got a list of ", "`generate` takes several")
+    assert_refused(llm, good, lambda: list(llm.stream(prompts, GREEDY)), *said)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -200,8 +206,12 @@ def test_bad_options(llm: LLM, good: list[int], options: dict[str, Any], said: t
 
 def test_one_bad_prompt_stops_the_good_ones_before_they_start(llm: LLM, good: list[int]) -> None:
     before = llm.engine.scheduler.num_scheduled_tokens
-    with pytest.raises(ValueError, match=r"^prompt: token id at index 0"):
+    with pytest.raises(ValueError, match=r"^prompts\[1\]: token id at index 0"):
         llm.generate(["fine", [-1], "fine too"], GREEDY)
+    with pytest.raises(ValueError, match=r"^prompts\[2\]: 2100 tokens leave no room"):
+        llm.generate(["fine", "fine too", " a" * 2100], GREEDY)
+    with pytest.raises(ValueError, match=r"^messages\[1\]\[0\]: role must be"):
+        llm.chat([[USER], [{"role": "<root>", "content": "a"}]], GREEDY)
     with pytest.raises(ValueError, match=r"^min_tokens: "):  # known only when the second prompt has been added
         llm.generate(["fine", [5] * 2040], SamplingParams(min_tokens=16))
     assert llm.engine.scheduler.num_scheduled_tokens == before
@@ -245,8 +255,8 @@ def test_arrays_are_prompts(llm: LLM) -> None:
         (["--allowed-token-ids", "4096", "a"], ("allowed_token_ids: ", "below 4096", "4096")),
         (["--repetition-penalty", "0", "a"], ("repetition_penalty: ", "[0.01, 100]", "0")),
         ([""], ("prompt: must not be empty",)),
-        ([" a" * 2100], ("prompt: 2100 tokens + max_tokens 128 > max_model_len 2048",)),
-        (["fine", ""], ("prompt: must not be empty",)),
+        ([" a" * 2100], ("prompt: 2100 tokens leave no room for an answer within max_model_len 2048",)),
+        (["fine", ""], ("prompts[1]: must not be empty",)),
     ],
     ids=lambda value: " ".join(value)[:40],
 )

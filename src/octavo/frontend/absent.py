@@ -21,6 +21,7 @@ _ABSENT = {
     "start_profile": _PROFILE,
     "stop_profile": _PROFILE,
     "preprocess_chat": "`chat` takes messages",
+    "shutdown": "it is `close` here, or the end of a `with` block",
     "reset_mm_cache": "there are no media",
 }
 

@@ -346,7 +346,7 @@ def check(params: SamplingParams, limits: Limits, num_prompt_tokens: int) -> int
         ParameterError: names the field, the value and the limit.
 
     """
-    check_length(num_prompt_tokens, limits, params.max_tokens)
+    check_length(num_prompt_tokens, limits)
     if params.return_routed_experts and not limits.experts[0]:
         message = "the experts of tokens are not kept: it needs a model with experts and enable_return_routed_experts"
         raise ParameterError("return_routed_experts", message, "unsupported_parameter")
@@ -387,16 +387,12 @@ def check(params: SamplingParams, limits: Limits, num_prompt_tokens: int) -> int
     return max_tokens
 
 
-def check_length(
-    num_tokens: int, limits: Limits, max_tokens: int | None = None, *, name: str = "prompt", is_answered: bool = True
-) -> None:
+def check_length(num_tokens: int, limits: Limits, *, name: str = "prompt", is_answered: bool = True) -> None:
     """Check a prompt's length: at least one token, and room for one more if it is answered. Raises ParameterError."""
     if num_tokens < 1:
         raise ParameterError(name, "must not be empty", "empty_prompt")
     if num_tokens >= limits.max_model_len + (not is_answered):
         message = f"{num_tokens} tokens leave no room for an answer within max_model_len {limits.max_model_len}"
-        if max_tokens is not None:
-            message = f"{num_tokens} tokens + max_tokens {max_tokens} > max_model_len {limits.max_model_len}"
         if not is_answered:
             message = f"{num_tokens} tokens exceed max_model_len {limits.max_model_len}"
         raise ParameterError(name, message, "context_length_exceeded")
