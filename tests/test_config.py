@@ -330,3 +330,9 @@ def test_python_is_told_of_arguments_and_of_commands_as_they_are_typed() -> None
     assert python_names(said) == "lower max_num_seqs, set async_scheduling=False, or run `octavo doctor --explain`"
     said = "run `python setup.py build_ext --inplace` or `pip install --no-deps x`, or drop --enforce-eager"
     assert python_names(said) == said.replace("--enforce-eager", "enforce_eager")
+
+
+@pytest.mark.parametrize(("given", "meant"), [("fp16", "float16"), ("bf16", "bfloat16"), ("fp32", "float32")])
+def test_a_short_name_of_a_type_is_hinted_at(given: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {meant}?"):
+        EngineConfig(dtype=given)

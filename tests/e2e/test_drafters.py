@@ -398,7 +398,7 @@ BAD: dict[str, tuple[Callable[[Path], dict[str, Any]], str]] = {
         lambda folder: {"method": "eagle3", "model": str(random_head(folder))},
         r"architectures=.*LlamaForCausalLMEagle3",
     ),
-    "no modules": (lambda _: {"method": "mtp"}, r"no modules of multi-token prediction"),
+    "no modules": (lambda _: {"method": "mtp"}, r"^speculative_config=.*no modules of multi-token prediction"),
     "no model": (lambda _: {"method": "eagle3"}, r"eagle3.*model"),
     "no drafter of blocks": (lambda _: {"method": "dflash"}, r"dflash.*model"),
     "heads without a cache": (lambda _: {"method": "medusa", "model": "x"}, r"medusa.*EAGLE"),

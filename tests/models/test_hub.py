@@ -24,6 +24,14 @@ def test_a_path_that_does_not_exist_says_so(name: str) -> None:
         find_model(name)
 
 
+@pytest.mark.parametrize("name", ["octavo-tny", "octavo_tiny", "octavo-tiny-hybird"])
+def test_a_misspelt_bundled_name_is_not_asked_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **given: pytest.fail("the hub was asked"))
+    with pytest.raises(ValueError, match=r"no such folder; did you mean octavo-tiny(-hybrid)?\?"):
+        find_model(name)
+
+
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()

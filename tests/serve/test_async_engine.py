@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_rig import PROMPT, params, read, running, said, script
+from engine_rig import PROMPT, params, pid_of, read, running, said, script, until
 from octavo.frontend.request_metrics import RequestFacts
+from octavo.observe import LOGGER
 from octavo.request.outputs import CompletionOutput, RequestOutput
 from octavo.request.sampling_params import ParameterError, RequestOutputKind
 from octavo.serve.engine.refusals import EngineDrainingError, QueueFullError
@@ -268,3 +271,18 @@ def test_the_prefix_cache_is_not_reset_under_a_request() -> None:
             assert await engine.reset_prefix_cache()
 
     asyncio.run(main())
+
+
+def test_the_log_says_when_an_engine_is_back(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its last line was that the engine is down."""
+    monkeypatch.setattr(LOGGER, "propagate", True)
+
+    async def main() -> None:
+        async with running(script()) as engine:
+            os.kill(pid_of(engine) or 0, signal.SIGKILL)
+            await until(lambda: engine.stats["num_restarts"] == 1, patient(10))
+            await engine.wait_ready(patient(10))
+
+    asyncio.run(main())
+    down, back = dict.fromkeys(line for line in caplog.messages if "the engine is" in line)
+    assert down.startswith("the engine is down: ") and back == "the engine is back (start 2 of this server)"

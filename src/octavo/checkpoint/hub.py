@@ -12,6 +12,8 @@ import os
 import re
 from pathlib import Path
 
+from octavo.config.settings import did_you_mean
+
 BUNDLED = ("octavo-tiny", "octavo-tiny-hybrid", "octavo-tiny-eagle3", "octavo-tiny-mtp")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 _MAX_NAME = 4096
@@ -39,6 +41,8 @@ def find_model(name: str, revision: str | None = None, download_dir: str | None 
     looks_local = name.startswith((".", "/", "~")) or os.sep in name.rstrip("/").partition("/")[2]
     if looks_local or not _HUB_NAME.fullmatch(name):
         raise ValueError(f"model {name!r}: no such folder (a hub name has the form 'organisation/name')")
+    if "/" not in name and (hint := did_you_mean(name, BUNDLED)):
+        raise ValueError(f"model {name!r}: no such folder; {hint} (a hub name has the form 'organisation/name')")
     return _download(name, revision, download_dir)
 
 

@@ -140,13 +140,14 @@ def read_value(name: str, fact: Setting, value: Any) -> Any:
         converted = fact.aliases.get(converted, converted)
         if converted not in fact.choices:
             known = ", ".join(fact.choices)
-            hint = did_you_mean(str(converted), fact.choices)
+            hint = did_you_mean(_SHORT_TYPES.get(converted, str(converted)), fact.choices)
             raise ConfigError(name, value, f"must be one of {known}", hint)
     if isinstance(converted, (int, float)) and not isinstance(converted, bool):
         _check_range(name, fact, converted)
     return converted
 
 
+_SHORT_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # hinted at, not taken: nor does vLLM
 _NOUNS = {
     "str": "text",
     "int": "a whole number",

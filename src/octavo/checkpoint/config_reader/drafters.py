@@ -15,6 +15,7 @@ from octavo.checkpoint.arch import Arch, DraftArch
 from octavo.checkpoint.config_reader.checkpoint import read_fields
 from octavo.checkpoint.config_reader.families import BLOCK_LAYERS, FAMILIES, HEAD_LAYERS, HEADS
 from octavo.checkpoint.config_reader.fields import Fields
+from octavo.config.settings import ConfigError
 
 
 def read_head(config: Mapping[str, Any], where: str, method: str, target: Arch, names: Collection[str]) -> DraftArch:
@@ -149,7 +150,8 @@ def read_modules(config: Mapping[str, Any], where: str, target: Arch, names: Col
     field = next((name for name in counted if fields.get(name) is not None), counted[1])
     num_modules = fields.integer(field, 0, 64, 1 if under_mtp else 0)
     if not num_modules:
-        fields.refuse(field, num_modules, "the checkpoint has no modules of multi-token prediction")
+        limit = f"method: {where} has no modules of multi-token prediction ({field}=0)"
+        raise ConfigError("speculative_config", {"method": "mtp"}, limit, "set model to a checkpoint of them, or ngram")
     sizes = {
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,

@@ -297,6 +297,8 @@ class EngineClient:
                 self._end(life, f"{changed} ({_ADVICE})", final=True)
                 return
             life.ready = True
+            if self.num_restarts:
+                _LOG.warning("the engine is back (start %d of this server)", self.num_restarts + 1)
             self.last_heartbeat = self._moved_at = time.monotonic()
             self._listener.engine_up(message.info)
         else:
