@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
@@ -41,3 +42,14 @@ class HeldInterrupt:
         if self._noted:
             raise KeyboardInterrupt
         self._noted = True
+
+
+def may_be_a_signal(error: BaseException) -> bool:
+    """Whether a signal may have raised it, and not the code that it came through: then it is no failure of that."""
+    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
+        return False
+    handler = _get(signal.SIGINT)
+    if getattr(handler, "__func__", None) is HeldInterrupt._note:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        return frame.f_code is HeldInterrupt._note.__code__
+    return callable(handler)
