@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from octavo.config.quoted import said
 from octavo.plan import StepPlan
 from octavo.request.fields import FieldSpec, salt_with_fields, salt_with_prompt
 from octavo.request.outputs import WEIGHTS_BROKEN
@@ -300,7 +301,7 @@ class EngineCore:
 
     def _check_alive(self) -> None:
         if self._failure is not None:
-            raise RuntimeError(f"the engine stopped: {self._failure!r}") from self._failure
+            raise RuntimeError(f"the engine stopped: {said(self._failure)}") from self._failure
 
     def _step(self) -> list[RequestUpdate]:
         started = time.perf_counter()

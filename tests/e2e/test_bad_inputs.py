@@ -137,6 +137,7 @@ BAD_PARAMS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"min_p": 2}, ("min_p: ", "[0, 1]", "2")),
     ({"n": 0}, ("n: ", "at least 1", "0")),
     ({"n": 1025}, ("n: ", "max_n 1024", "1025")),
+    ({"n": 2**31 - 1}, ("n: ", "--max-n", "2147483647")),
     ({"n": 3.0}, ("n: must be an integer", "3.0")),
     ({"max_tokens": 0}, ("max_tokens: ", INT32, "0")),
     ({"max_tokens": 2**31}, ("max_tokens: ", INT32, "2147483648")),

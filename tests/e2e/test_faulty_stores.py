@@ -58,6 +58,25 @@ class GetExits(Kept):
         raise SystemExit(3)
 
 
+class NoText(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class GetNoText(Kept):
+    kept: ClassVar[dict[str, bytes]] = {}
+
+    def get(self, key: str) -> bytes | None:
+        raise NoText
+
+
+class PutNoText(Kept):
+    kept: ClassVar[dict[str, bytes]] = {}
+
+    def put(self, key: str, data: bytes) -> None:
+        raise NoText
+
+
 class Hung(Kept):
     kept: ClassVar[dict[str, bytes]] = {}
     gate = threading.Event()
@@ -164,13 +183,29 @@ def test_a_store_whose_has_raises_is_a_miss_that_is_counted_and_told_once(
     assert len(told) == 2 and f"{moved.num_errors - 1} more" in told[1]
 
 
-def test_a_thread_that_a_store_ends_fails_its_load_by_the_policy_and_works_on(expected: Any, make_llm: Make) -> None:
-    llm = make_llm(max_model_len=512, kv_transfer_config=own("GetExits", kv_load_failure_policy="recompute"))
+@pytest.mark.parametrize("name", ["GetExits", "GetNoText"])
+def test_a_thread_that_a_store_ends_fails_its_load_by_the_policy_and_works_on(
+    name: str, expected: Any, make_llm: Make
+) -> None:
+    """An error whose text cannot be had ended the thread for good, and blocks never came back."""
+    llm = make_llm(max_model_len=512, kv_transfer_config=own(name, kv_load_failure_policy="recompute"))
     for _ in range(3):
         assert answer(llm) == expected
         settle(llm)
         assert llm.reset_prefix_cache()
     assert llm.engine.scheduler.stats().num_load_failures == 2
+
+
+def test_a_save_that_fails_without_a_text_is_told_and_the_next_one_is_made(
+    expected: Any, make_llm: Make, monkeypatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = make_llm(max_model_len=512, kv_transfer_config=own("PutNoText", kv_transfer_timeout=2))
+    assert answer(llm) == expected
+    assert settle(llm).num_errors == 1 and "blocks failed: NoText: (its text cannot be had" in caplog.text
+    monkeypatch.setattr(PutNoText, "put", Kept.put)
+    assert llm.reset_prefix_cache() and answer(llm) == expected
+    settle(llm)
+    assert PutNoText.kept
 
 
 def test_a_store_that_hangs_holds_no_close_up(expected: Any, make_llm: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -195,7 +197,12 @@ def test_states_of_others_do_not_advance_twice_in_a_step_that_fails(asynchronous
         assert beside.outputs == alone
 
 
-@pytest.mark.parametrize("error", [KeyError, SystemExit])
+class NoText(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("error", [KeyError, SystemExit, NoText, KeyboardInterrupt, GeneratorExit])
 def test_a_mod_that_fails_for_everybody_leaves_the_engine(make_llm: Callable[..., LLM], error: type) -> None:
     broken: list[int] = []
 
@@ -212,6 +219,20 @@ def test_a_mod_that_fails_for_everybody_leaves_the_engine(make_llm: Callable[...
     assert ends == ["attention_mod_failed"] * 3
     broken.clear()
     assert llm.generate([[5] * 9], params)[0].outputs == before
+
+
+def test_a_second_ctrl_c_within_a_mod_is_the_users(make_llm: Callable[..., LLM]) -> None:
+    asked: list[int] = []
+
+    def hangs(b, h, q, kv):
+        while asked:
+            os.kill(os.getpid(), signal.SIGINT)
+        return kv >= 0
+
+    llm = make_llm(**LIMITS, attention_mods=AttentionMods(mask_mod=hangs))
+    asked.append(1)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[5] * 9], SamplingParams(max_tokens=3))
 
 
 class Event:

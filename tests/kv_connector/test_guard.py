@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from octavo.config.kv_transfer import EXTRA, read_kv_transfer
+from octavo.config.quoted import describe, said
 from octavo.kv_connector import LATER, SilentConnector
 from octavo.kv_connector.guard import Guarded, Troubles
 from octavo.kv_connector.multi import Multi
+from patience import patient
 
 
 def test_one_kind_is_told_at_once_then_once_in_a_period_with_how_many_there_were(caplog: pytest.LogCaptureFixture):
@@ -30,6 +34,34 @@ def test_one_kind_is_told_at_once_then_once_in_a_period_with_how_many_there_were
     troubles.close()
     assert caplog.records[3].message == "kv_connector there: read 7 (1 more like it since the last such line)"
     assert len(caplog.records) == 4 and troubles.num == 8
+
+
+class NoText(Exception):
+    """One of a library whose message cannot be made."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+def test_a_message_however_long_holds_nobody_up(caplog: pytest.LogCaptureFixture):
+    """Its kind was found in quadratic time, with the interpreter held: every step waited for seconds."""
+    error = OSError("body=" + "x" * 200_000)
+    started = time.thread_time()
+    Troubles("there").tell(f"save {said(error)}", describe(error))
+    Troubles("there").tell(f"save {error}", "as it is")
+    assert time.thread_time() - started < patient(1)
+    assert max(map(len, caplog.messages)) < 400
+
+
+def test_an_error_without_a_text_is_told_by_its_name():
+    try:
+        raise NoText
+    except NoText as error:
+        told = describe(error)
+    assert re.fullmatch(r"NoText: \(its text cannot be had: ValueError\) at test_guard.py:\d+", told)
+    assert (said(KeyboardInterrupt()), said(OSError("a\nb  c"))) == ("KeyboardInterrupt", "OSError: a b c")
 
 
 def test_where_each_is_told_none_is_counted(caplog: pytest.LogCaptureFixture):

@@ -29,7 +29,7 @@ from octavo.rl import Sender, WeightSource
 from octavo.rl.moves import Moves
 from octavo.rl.plan import Incoming
 from octavo.rl.sender import _Beside, told
-from octavo.rl.session import State, WeightConflictError, WeightTransferError, WeightUpdateError
+from octavo.rl.session import State, WeightConflictError, WeightCutError, WeightTransferError, WeightUpdateError
 from octavo.rl.transport import group as group_module
 from octavo.rl.transport.gloo import GlooTransport, make_gloo
 from octavo.rl.transport.group import Group
@@ -114,16 +114,16 @@ def test_a_meeting_that_waits_is_in_nobodys_way(llm: LLM, pool: ThreadPoolExecut
     llm.pause_generation("keep")
     llm.resume_generation()
     second = pool.submit(llm.init_weight_transfer_engine, {"init_info": nobody})
-    with pytest.raises(WeightTransferError, match="cut short: another init_weight_transfer_engine came"):
+    with pytest.raises(WeightCutError, match="cut short: another init_weight_transfer_engine came"):
         first.result(patient(20))
     until(lambda: bool(llm.weight_state()["waits_for_trainer"]))
     llm.abort_weight_update()
-    with pytest.raises(WeightTransferError, match="cut short: abort_weight_update came"):
+    with pytest.raises(WeightCutError, match="cut short: abort_weight_update came"):
         second.result(patient(20))
     third = pool.submit(llm.init_weight_transfer_engine, {"init_info": nobody})
     until(lambda: bool(llm.weight_state()["waits_for_trainer"]))
     llm.shutdown_weight_transfer_engine()
-    with pytest.raises(WeightTransferError, match="cut short: shutdown_weight_transfer_engine came"):
+    with pytest.raises(WeightCutError, match="cut short: shutdown_weight_transfer_engine came"):
         third.result(patient(20))
     assert answers(llm) == wanted
 
@@ -161,7 +161,7 @@ def test_an_abort_cuts_a_receive_short(llm: LLM, pool: ThreadPoolExecutor, new: 
         update = trainer.begin()
         trainer.send(0, 10)
         llm.abort_weight_update()
-        with pytest.raises(WeightTransferError, match="cut short: abort_weight_update came"):
+        with pytest.raises(WeightCutError, match="cut short: abort_weight_update came"):
             update.result(patient(20))
         assert llm.weight_state()["state"] == "ready"
     Sender(llm, "local").send(old_weights())

@@ -16,7 +16,8 @@ import pytest
 
 from octavo.serve.errors import ApiError
 from octavo.serve.http.strict_json import parse
-from octavo.serve.sandbox.texts import LONG_BODY
+from octavo.serve.sandbox.texts import LONG_BODY, Texts
+from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.sandbox import LONG_TEXT
 from server_rig import Reply, RunningServer, StartServer
 from standstill import stop
@@ -55,6 +56,13 @@ def test_a_hostile_template_fails_its_requests_and_nothing_else(
     assert (reply.status, reply.json()["error"]["code"]) == (400, "template_failed")
     assert b"secret" not in reply.body
     assert server.post("/v1/completions", {"model": "octavo-tiny", "prompt": "a", "max_tokens": 1}).status == 200
+
+
+def test_a_server_that_ends_while_it_starts_complains_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    texts = Texts(NoTokenizer())
+    texts.close()
+    texts._start()
+    assert not caplog.records
 
 
 def test_sigterm_ends_a_server_whose_template_does_not_end(start_server: StartServer, tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo import LLM, SamplingParams
+from octavo.speculate.step import DraftStep
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/adding.md"
 PARAMS = [
@@ -44,3 +46,55 @@ def test_S_2_a_drafter_of_a_page_changes_no_bit() -> None:
         own = {"method": "mydrafts:Period", "num_speculative_tokens": 4, "options": options, "adaptive_depth": False}
         found, accepted = answers(speculative_config=own)
         assert found == plain and accepted > 0, options
+
+
+class NoText(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+class Wrong:
+    """Drafts once as it should, then does what `then` says."""
+
+    taps = layer_specs = ()
+    num_next_tokens = num_lookahead = 0
+    captures = False
+    then: Any = None
+
+    def __init__(self, config: Any) -> None:
+        self.num_drafts, self._num_steps = config.num_speculative_tokens, 0
+
+    def load(self, target: Any, resolved: Any) -> int:
+        return 0
+
+    def identity(self) -> str:
+        return ""
+
+    def allocate(self, batches: Any) -> None:
+        """Nothing is kept."""
+
+    def propose(self, step: DraftStep) -> None:
+        self._num_steps += 1
+        rows = len(step.batch.rows)
+        if self._num_steps == 1:
+            step.write(0, torch.full((rows,), 300))
+        elif isinstance(self.then, type):
+            raise self.then
+        else:
+            step.write_all(torch.full((rows, self.num_drafts), self.then))
+
+
+WRONG = [KeyError, NoText, SystemExit, KeyboardInterrupt, -1, 2**31 + 5, 1 << 62, float("nan"), float("inf")]
+
+
+@pytest.mark.parametrize("then", WRONG, ids=str)
+def test_whatever_a_speculator_of_ones_own_does_outputs_are_as_ever(
+    then: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it raised ended the engine for all; ids that are none were read behind the embedding's end."""
+    plain, _ = answers()
+    monkeypatch.setattr(Wrong, "then", then)
+    own = {"method": f"{__name__}:Wrong", "num_speculative_tokens": 4, "adaptive_depth": False}
+    assert answers(speculative_config=own)[0] == plain
+    told = [message for message in caplog.messages if f"the speculator {__name__}:Wrong fails: " in message]
+    assert len(told) == isinstance(then, type)

@@ -251,6 +251,17 @@ def test_hostile_template_fails_its_call_only(name):
     assert time.monotonic() - started < patient(5)
 
 
+@pytest.mark.parametrize("piece", ["{", "{{ ", "{% ", "{{ toolsx "])
+def test_whether_a_template_takes_tools_is_found_in_a_moment(piece):
+    """It took quadratic time, in the front end, at the start and for every chat."""
+    started = time.thread_time()
+    assert not ChatTemplate({"default": piece * 20_000}, {}).takes_tools()
+    assert time.thread_time() - started < patient(1)
+    for source in ('{{ {"a": [tools]} }}', "{%- if x and tools %}", "{{{tools}}}", "{% set a = {} %}{{- tools }}"):
+        assert ChatTemplate({"default": piece + source}, {}).takes_tools()
+    assert not ChatTemplate({"default": "{{ a }} tools {% b %} tools"}, {}).takes_tools()
+
+
 def test_no_template_says_so():
     with pytest.raises(TemplateError, match="no chat template"):
         Tokenizer(byte_level()).apply_chat_template(TALK)

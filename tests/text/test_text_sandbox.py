@@ -6,8 +6,10 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -248,3 +250,21 @@ def test_a_child_that_did_not_use_its_time_is_not_the_texts_fault(
     with pytest.raises(SandboxError) as caught:
         sandbox.render_chat(TALK, LIMITS)
     assert not caught.value.exceeded
+
+
+def test_a_child_that_starts_while_all_are_closed_ends_and_the_reason_is_said(
+    make_sandbox: MakeSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C at a server's start: "a text's child cannot be started: None"."""
+    sandbox, popen = make_sandbox(), subprocess.Popen
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*args: Any, **options: Any) -> Any:
+        sandbox.close()
+        started.append(popen(*args, **options))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(SandboxError, match=f"^{sandbox_module.CLOSED}$"):
+        sandbox.start()
+    assert started[0].poll() is not None

@@ -25,7 +25,7 @@ from octavo.checkpoint.cache_scales import give_stored_scales, scale_names
 from octavo.checkpoint.digest import unseen
 from octavo.checkpoint.safetensors import DTYPES, INTEGER_DTYPES, Checkpoint
 from octavo.config.engine_config import Resolved
-from octavo.config.quoted import plain
+from octavo.config.quoted import plain, said
 from octavo.layers.base import Layer, WeightForm
 from octavo.models import ARCHITECTURES
 from octavo.models.base import Loadable, Model
@@ -61,8 +61,7 @@ def build_model(arch: Arch, dtype: torch.dtype) -> Model:
     except Exception as error:
         if ":" not in arch.name or isinstance(error, ValueError):
             raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ValueError(f"the model {arch.name} cannot be made: {reason}") from error
+        raise ValueError(f"the model {arch.name} cannot be made: {said(error)}") from error
 
 
 def weight_bytes(model: Loadable, resolved: Resolved) -> int:

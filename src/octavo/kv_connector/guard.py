@@ -12,16 +12,15 @@ import dataclasses
 import functools
 import logging
 import numbers
-import os
 import queue
 import re
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from octavo.config.kv_transfer import DEFAULT_LOOKUP, DEFAULT_TIMEOUT, LOOKUP_TIMEOUT, refuse
+from octavo.config.quoted import describe
 from octavo.config.settings import ConfigError
 from octavo.kv_connector import (
     LATER,
@@ -34,22 +33,18 @@ from octavo.kv_connector import (
     TransferResults,
 )
 from octavo.request.request import Request
+from octavo.startup.interrupts import may_be_a_signal
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_PARTICULAR = re.compile(r"'[^']*'|\S*[/0-9]\S*")
+_QUOTED = re.compile(r"'[^']*'")
+_PARTICULAR = frozenset("/0123456789")  # no word of a kind has one of these
+_MAX_KIND = 400  # characters of a kind: a library's error may repeat what a server sent
 _MAX_KINDS = 256  # that are remembered
 PERIOD = 60.0  # seconds
 _FAILED: Any = object()  # what is said in place of an answer
 _AT_ONCE = 0.05  # seconds: a look-up of a connector's own that takes longer goes on beside the steps
 RAISED = (Exception, SystemExit)  # sys.exit() of a library is no wish of the user's
-
-
-def describe(error: BaseException) -> str:
-    """The error and where it was raised, in one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300] + place
 
 
 def _line(place: str, error: BaseException) -> str:
@@ -87,7 +82,8 @@ class Troubles:
 
         kind: words, of which numbers, names in quotes and paths do not count. text: asked for if it is logged.
         """
-        kind = _PARTICULAR.sub("", kind)
+        words = _QUOTED.sub("", kind[:_MAX_KIND]).split()
+        kind = " ".join(word for word in words if _PARTICULAR.isdisjoint(word))
         now = self._clock()
         with self._lock:
             self._num += 1
@@ -124,7 +120,7 @@ def ends_within(seconds: float, troubles: Troubles, what: str, end: Callable[[],
         try:
             end()
         except BaseException as error:  # of a library: the rest is to be closed
-            troubles.tell(f"close {what} {error!r}", f"{what} failed: {describe(error)}")
+            troubles.tell(f"close {what} {type(error).__name__}", f"{what} failed: {describe(error)}")
 
     thread = threading.Thread(target=run, name="octavo-kv-close", daemon=True)
     try:
@@ -214,10 +210,10 @@ class Guarded:
             if not isinstance(said, kind):
                 raise TypeError(f"it answered {said!r}"[:100])
         except BaseException as error:  # whatever it was, an exit or a cancelled task: the engine lives
-            if isinstance(error, KeyboardInterrupt):
+            if may_be_a_signal(error):
                 raise
             place = f"{self._troubles.name}.{name}"
-            self._troubles.tell(f"{name} {error!r}", functools.partial(_line, place, error))
+            self._troubles.tell(f"{name} {type(error).__name__}", functools.partial(_line, place, error))
             return otherwise
         return cast(_T, said)
 

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from octavo.config.kv_transfer import LOOKUP_TIMEOUT
-from octavo.kv_connector.guard import Troubles, describe
+from octavo.config.quoted import describe, said
+from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.keys import Pair
 from octavo.kv_connector.orders import Order, Report
 from octavo.kv_connector.stored import Index
@@ -51,7 +52,7 @@ class Questions:
                     found = self._find(keys, stops)
             except BaseException as error:  # of a library or a network: nothing is there
                 text = f"the store cannot be asked: {describe(error)}"
-                self._troubles.tell(f"ask {type(error).__name__} {error}", text)
+                self._troubles.tell(f"ask {said(error)}", text)
             with self._lock:
                 self._answers.append((name, found))
             self._answered()

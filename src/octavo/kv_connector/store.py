@@ -11,8 +11,9 @@ import functools
 from typing import TYPE_CHECKING
 
 from octavo.config.kv_transfer import KVTransferConfig, refuse
+from octavo.config.quoted import describe
 from octavo.kv_connector import Connector
-from octavo.kv_connector.guard import RAISED, Troubles, describe
+from octavo.kv_connector.guard import RAISED, Troubles
 from octavo.kv_connector.lookups import LookedUpHere
 from octavo.kv_connector.orders import EngineSide
 from octavo.kv_connector.stored import StoredConnector
@@ -80,7 +81,7 @@ def _has(store: StoreKind, troubles: Troubles, key: bytes) -> bool:
     try:
         return bool(store.has(key.hex()))
     except RAISED as error:
-        troubles.tell(f"has {error!r}", f"{troubles.name}.has is taken for a miss: {describe(error)}")
+        troubles.tell(f"has {type(error).__name__}", f"{troubles.name}.has is taken for a miss: {describe(error)}")
         return False
 
 

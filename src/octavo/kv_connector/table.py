@@ -99,7 +99,8 @@ def make_kind(transfer: KVTransferConfig) -> Kind:
     name = transfer.kv_connector
     if not name:
         return _NoKind(transfer)
-    from octavo.kv_connector.guard import RAISED, describe, made
+    from octavo.config.quoted import describe
+    from octavo.kv_connector.guard import RAISED, made
 
     brings_own = ALIASES.get(name) == "lmcache" and transfer.module_path.startswith("lmcache.")  # LMCache's, for vLLM
     if transfer.module_path and not brings_own:

@@ -131,8 +131,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
             value = getattr(self, name)
             if type(value) is not float or not low <= value <= high or (value == low and name == "top_p"):
                 force_setattr(self, name, as_float(name, value, low, high, above=name == "top_p"))
-        if (num := plain_int(self.n)) is not None and num < 1:  # how many there may be is the engine's max_n
-            raise ParameterError("n", f"must be at least 1, got {shown(num)}")
+        if (num := plain_int(self.n)) is not None and not 1 <= num <= MAX_N:  # the rest of them is the engine's max_n
+            raise ParameterError("n", f"must be {'at least 1' if num < 1 else '<= max_n (--max-n)'}, got {shown(num)}")
         for name, low, high, optional in _INTS:
             value = getattr(self, name)
             if (type(value) is not int or not low <= value <= high) and not (value is None and optional):

@@ -21,7 +21,7 @@ from octavo.rl.current_weights import CurrentWeights
 from octavo.rl.in_place import InPlace
 from octavo.rl.messages import Prepared, Received, Way
 from octavo.rl.plan import Incoming, Staged, WeightPlan
-from octavo.rl.session import WeightTransferError, WeightUpdateError
+from octavo.rl.session import WeightCutError, WeightUpdateError
 from octavo.rl.transport import Transport, make_transport
 
 _NO_BACKEND = "disk"  # for engines that were told of none
@@ -108,7 +108,7 @@ class WeightReceiver:
 
     def _check(self) -> None:
         if 0 < self._waits_as <= self._cut_until:
-            raise WeightTransferError(f"it was cut short: {self._why}")
+            raise WeightCutError(f"it was cut short: {self._why}")
 
     def expect(self, info: Mapping[str, Any]) -> Way:
         """Be ready for one message's tensors, between two steps."""

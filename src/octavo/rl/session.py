@@ -46,6 +46,10 @@ class WeightTransferError(WeightUpdateError):
     """The peer failed, or did not answer in time."""
 
 
+class WeightCutError(WeightConflictError, WeightTransferError):
+    """A wait for a peer was cut short, by another move."""
+
+
 class WeightsBrokenError(ValueError):
     """A request came while the engine has no whole weights."""
 
@@ -54,6 +58,7 @@ ERRORS: dict[str, type[WeightUpdateError]] = {
     "invalid": WeightUpdateError,
     "conflict": WeightConflictError,
     "transfer": WeightTransferError,
+    "cut": WeightCutError,
 }
 
 

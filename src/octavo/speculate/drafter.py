@@ -1,32 +1,50 @@
 """Drafter: a speculator as a runner meets it.
 
-Owns the hidden states that it reads of the target, and what it is told of a step. Knows rows, and no method. Invariant:
-without a speculator a step does nothing for it.
+Owns the hidden states that it reads of the target, what it is told of a step, and what becomes of one out of tree that
+fails. Knows rows, and no method. Invariants: without a speculator a step does nothing for it; one that is not the
+engine's ends no step, unless the device fails.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from octavo.attention.base import NO_TAPS, Taps
+from octavo.config.quoted import describe
 from octavo.device.batch import Batch
 from octavo.ops.inputs.tensors import RowTensors
 from octavo.plan import IntArray
 from octavo.speculate import NO_SPECULATOR, Speculator
+from octavo.startup.interrupts import may_be_a_signal
 
 if TYPE_CHECKING:
+    from octavo.checkpoint.arch import Arch
     from octavo.speculate.step import DraftBatches
+
+_LOG = logging.getLogger(__name__)
+_OF_DEVICE = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 class Drafter:
     """Lets a speculator propose behind each step."""
 
-    def __init__(self, table: RowTensors, speculator: Speculator = NO_SPECULATOR, taps: Taps = NO_TAPS) -> None:
-        """`taps`: what the speculator reads of the target."""
+    def __init__(
+        self,
+        table: RowTensors,
+        speculator: Speculator = NO_SPECULATOR,
+        taps: Taps = NO_TAPS,
+        *,
+        vocab_size: int = 0,
+    ) -> None:
+        """`taps`: what the speculator reads of the target. vocab_size: the target's."""
         self._table, self._speculator, self.taps = table, speculator, taps
+        self._is_ours = type(speculator).__module__.startswith("octavo.")
+        self._vocab_size = 0 if self._is_ours else vocab_size
+        self._is_told = False
 
     @property
     def is_on(self) -> bool:
@@ -53,25 +71,40 @@ class Drafter:
 
         lengths = np.zeros(batch.num_rows, np.int64)
         lengths[: len(seq_lens)] = seq_lens
-        self._speculator.propose(
-            DraftStep(
-                batch=batch,
-                table=self._table,
-                sample_of=sample_of,
-                taps=self.taps.of(batch.total_tokens),
-                num_drafts=depth,
-                seq_lens=lengths,
-                for_capture=for_capture,
-            )
+        step = DraftStep(
+            batch=batch,
+            table=self._table,
+            sample_of=sample_of,
+            taps=self.taps.of(batch.total_tokens),
+            num_drafts=depth,
+            seq_lens=lengths,
+            for_capture=for_capture,
+            vocab_size=self._vocab_size,
         )
+        try:
+            self._speculator.propose(step)
+        except BaseException as error:
+            if self._is_ours or isinstance(error, _OF_DEVICE) or may_be_a_signal(error):
+                raise
+            self._tell(error, for_capture)
+
+    def _tell(self, error: BaseException, for_capture: bool) -> None:
+        """A step goes on with whatever stands behind its rows: tokens that are verified as any draft is."""
+        kind = type(self._speculator)
+        text = f"the speculator {kind.__module__}:{kind.__qualname__} fails: {describe(error)}"
+        if for_capture:  # the graph would never propose again
+            raise RuntimeError(text) from error
+        if not self._is_told:
+            _LOG.warning("%s; steps go on without what it did not write, and this is told once", text)
+        self._is_told = True
 
 
-def make_drafter(speculator: Speculator, batches: DraftBatches, hidden_size: int, dtype: torch.dtype) -> Drafter:
-    """Let `speculator` allocate what it keeps, and keep what it reads: hidden states of `hidden_size` channels."""
+def make_drafter(speculator: Speculator, batches: DraftBatches, arch: Arch, dtype: torch.dtype) -> Drafter:
+    """Let `speculator` allocate what it keeps, and keep what it reads: hidden states of a target of this `arch`."""
     speculator.allocate(batches)
-    size = len(speculator.taps) * hidden_size
-    if not size:
-        return Drafter(batches.table, speculator)
-    device = batches.table.token_ids.device
-    kept = torch.zeros((batches.limits.max_num_tokens, size), dtype=dtype, device=device)
-    return Drafter(batches.table, speculator, Taps(speculator.taps, kept))
+    taps, size = NO_TAPS, len(speculator.taps) * arch.hidden_size
+    if size:
+        device = batches.table.token_ids.device
+        kept = torch.zeros((batches.limits.max_num_tokens, size), dtype=dtype, device=device)
+        taps = Taps(speculator.taps, kept)
+    return Drafter(batches.table, speculator, taps, vocab_size=arch.vocab_size)

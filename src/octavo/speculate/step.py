@@ -37,6 +37,7 @@ class DraftStep:
     num_drafts: int  # the most that the next step may verify, at most K: no more need be written
     seq_lens: IntArray  # [R] host bounds of the lengths in `batch`, for backends that plan by each; of padding 0
     for_capture: bool = False  # a graph is captured: whatever a pass makes must stay
+    vocab_size: int = 0  # that drafts are brought into, of a speculator out of tree; 0: they lie in it
 
     @property
     def live(self) -> torch.Tensor:
@@ -76,6 +77,8 @@ class DraftStep:
 
     def write_all(self, drafts: torch.Tensor, first: int = 0) -> None:
         """Write drafts [R, n] as the rows' drafts number `first` to `first + n - 1`: see `write`."""
+        if self.vocab_size:
+            drafts = drafts.to(torch.int64).clamp(0, self.vocab_size - 1)
         width, count = self.table.token_ids.shape[1], drafts.shape[1]
         at = self.totals()[:, None] + torch.arange(first, first + count, device=drafts.device)
         inside = self.live[:, None] & (at < width)

@@ -10,6 +10,7 @@ import _thread
 import contextlib
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
@@ -61,3 +62,15 @@ class HeldSignals:
     def _lose_patience(self, number: int) -> None:
         if not self._ended.acquire(timeout=_PATIENCE):
             signal.raise_signal(number)  # the main thread handles it
+
+
+def may_be_a_signal(error: BaseException) -> bool:
+    """Whether a signal may have raised it, and not the code that it came through: then it is no failure of that."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    note = HeldSignals._note.__code__
+    if any(frame.f_code is note for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return True
+    handler = _get(signal.SIGINT)
+    is_held = getattr(handler, "__func__", None) is HeldSignals._note
+    return isinstance(error, KeyboardInterrupt) and callable(handler) and not is_held

@@ -39,6 +39,7 @@ START_SECONDS = 60.0
 SPARE_SECONDS = 30.0  # by the clock, beyond a job's processor time: for a machine that is busy, or a child that stands
 _KEPT_ENVIRONMENT = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "SYSTEMROOT")
 _SIZES_OF_POOLS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+CLOSED = "the text's children are closed"  # what a SandboxError says then
 
 
 class SandboxError(Exception):
@@ -180,7 +181,7 @@ class TextSandbox:
         """A child that nobody else asks, and whether it is new. Raises SandboxError."""
         with self._lock:
             if self._closed:
-                raise SandboxError("", "the text's children are closed")
+                raise SandboxError("", CLOSED)
             if self._idle:
                 return self._idle.pop(), False
             if self._first is None:
@@ -213,7 +214,7 @@ class TextSandbox:
         with self._lock:
             self._children.add(child)
             if self._closed:
-                raise OSError("closed")
+                raise SandboxError("", CLOSED)
 
     def _give_back(self, child: Child) -> None:
         with self._lock:
@@ -234,7 +235,7 @@ class Child:
     """One process of the sandbox, and our end of the socket to it."""
 
     def __init__(self, module: str, know: Callable[[Child], None]) -> None:
-        """`know` is told of it as soon as it runs. Raises OSError."""
+        """`know` is told of it as soon as it runs; what that raises ends it. Raises OSError."""
         environment = {name: os.environ[name] for name in _KEPT_ENVIRONMENT if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # where this process looks
         environment |= dict.fromkeys(_SIZES_OF_POOLS, "1") | {"TOKENIZERS_PARALLELISM": "false"}

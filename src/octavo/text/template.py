@@ -27,7 +27,8 @@ MAX_OUTPUT_CHARS = 1 << 20
 MAX_MESSAGES = 4096
 MAX_DEPTH = 64
 CONTENT_FORMATS = ("auto", "string", "openai")
-_TOOLS = re.compile(r"\{%-?[^%]*\btools\b|\{\{-?[^}]*\btools\b")
+# of each statement or expression its last opening alone: no two tries look at the same text
+_TOOLS = re.compile(r"\{%[^%]*\btools\b|\{\{(?:[^{}]|\{(?!\{))*\btools\b")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the first one first
 _ROLE = re.compile(r"[A-Za-z0-9_. -]{1,64}")  # a template's own: no text of control tokens
 _CONTINUE = "\ufdd2 "  # marks where a final message ends; a template that trims it takes the space away
@@ -139,7 +140,7 @@ class ChatTemplate:
     def takes_tools(self, chat_template: str | None = None) -> bool:
         """Whether the model is shown tools: its template, or the one that stands for it, speaks of them."""
         sources = self.sources.values() if chat_template is None else [chat_template]
-        return any(_TOOLS.search(source) for source in sources)
+        return any(map(_speaks_of_tools, sources))
 
     def _choose(self, tools: Sequence[Any] | None, chat_template: str | None) -> str:
         """The source of the template that takes this conversation."""
@@ -150,6 +151,11 @@ class ChatTemplate:
             ways = "give one (--chat-template, in Python chat_template), or the prompt as text or token ids"
             raise TemplateError(f"the model has no chat template; {ways}")
         return source
+
+
+@functools.lru_cache(maxsize=16)
+def _speaks_of_tools(source: str) -> bool:
+    return _TOOLS.search(source) is not None
 
 
 def read_template(given: str) -> str:

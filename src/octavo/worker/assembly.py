@@ -117,7 +117,7 @@ def _make_drafter(
     from octavo.speculate.step import DraftBatches
 
     batches = DraftBatches(tables, rows, *own)
-    return make_drafter(speculator, batches, model.arch.hidden_size, getattr(torch, resolved.dtype))
+    return make_drafter(speculator, batches, model.arch, getattr(torch, resolved.dtype))
 
 
 def _give_scales(model: Model, resolved: Resolved, plan: CachePlan, pool: KVCachePool) -> None:

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from octavo.config.quoted import said
 from octavo.request.fields import FieldSpec
+from octavo.startup.interrupts import may_be_a_signal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,16 +99,17 @@ def at_work(mods: AttentionMods, tables: Mapping[str, Tensor]) -> Iterator[None]
     with bound(tables if mods.fields else {}):
         try:
             yield
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # of whatever kind: the engine lives
             import traceback
 
             import torch
 
-            if mods is NO_MODS or isinstance(error, MemoryError | torch.OutOfMemoryError | torch.AcceleratorError):
+            of_device = isinstance(error, MemoryError | torch.OutOfMemoryError | torch.AcceleratorError)
+            if mods is NO_MODS or of_device or may_be_a_signal(error):
                 raise
             frame = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{Path(frame.filename).name}, line {frame.lineno}"
-            raise ModError(f"attention mod {mods.name}: {type(error).__name__}: {error} ({place})") from error
+            raise ModError(f"attention mod {mods.name}: {said(error)} ({place})") from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

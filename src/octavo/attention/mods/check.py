@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.attention.mods import NO_MODS, AttentionMods, RequestField, bound
 from octavo.cache.specs import AttentionSpec
+from octavo.config.quoted import said
 from octavo.config.settings import ConfigError
 from octavo.request.fields import FieldSpec
 
 _PAIR, _RECTANGLE = ("b", "h", "q_idx", "kv_idx"), ("b", "q_first", "q_last", "kv_first", "kv_last")
 _ARGUMENTS = {"mask_mod": _PAIR, "score_mod": ("score", *_PAIR), "some": _RECTANGLE, "every": _RECTANGLE}
 _DTYPES = {"int": torch.int32, "float": torch.float32}
-_MESSAGE_CHARS = 300
 _BRANCH = "data-dependent control flow"  # in vmap's own words
 
 
@@ -136,7 +136,7 @@ class _Check:
                     f"{part} reads the request field {error.args[0]!r}, which its mods do not list: give "
                     "AttentionMods(fields=(...,))"
                 ) from error
-            told = " ".join(f"{type(error).__name__}: {error}".split())[:_MESSAGE_CHARS]
+            told = said(error)
             if _BRANCH in told:
                 raise self._refused(
                     f"{part} branches on a tensor (if, and, or, not, int(), float(), bool()): use torch.where, & and |"

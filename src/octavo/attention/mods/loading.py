@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.attention.mods import NO_MODS, AttentionMods, PerLayer
+from octavo.config.quoted import said
 
 _PARTS = {4: "mask_mod", 5: "score_mod"}  # by the number of their arguments
 
@@ -83,9 +84,9 @@ def _import(wish: str, place: str) -> Any:
     except OSError as error:
         told = str(error)
     except SystemExit as error:
-        told = f"it ends the program (SystemExit: {error}){_line_of(error, place)}"
+        told = f"it ends the program ({said(error)}){_line_of(error, place)}"
     except Exception as error:
-        told = f"{type(error).__name__}: {error}{_line_of(error, place)}"
+        told = f"{said(error)}{_line_of(error, place)}"
     raise ValueError(f"attention_mods={wish!r} does not load: {' '.join(told.split())}")
 
 
@@ -125,4 +126,4 @@ def _told(what: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{what}: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{what}: {said(error)}") from error

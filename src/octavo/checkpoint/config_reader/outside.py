@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.config_reader.fields import Fields
+from octavo.config.quoted import said
 from octavo.registry import Registry
 
 _CLASSES = Registry("architecture", {})
@@ -27,7 +28,7 @@ def read_outside(fields: Fields, path: str, packages: str | None) -> Arch:
     try:
         found = _CLASSES.resolve(path)
     except Exception as error:  # whatever a module does while it is imported
-        fields.refuse("architectures", [path], f"it does not load: {_one_line(error)}")
+        fields.refuse("architectures", [path], f"it does not load: {said(error)}")
     read = getattr(found, "read", None)
     if not callable(read):
         fields.refuse("architectures", [path], "the class has no static method read(fields) that gives an Arch")
@@ -36,11 +37,7 @@ def read_outside(fields: Fields, path: str, packages: str | None) -> Arch:
     except ValueError:
         raise
     except Exception as error:
-        fields.refuse("architectures", [path], f"its read fails: {_one_line(error)}")
+        fields.refuse("architectures", [path], f"its read fails: {said(error)}")
     if not isinstance(arch, Arch):
         fields.refuse("architectures", [path], f"its read gives {type(arch).__name__}, no Arch")
     return arch
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

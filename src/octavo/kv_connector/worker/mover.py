@@ -16,8 +16,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from octavo.config.kv_transfer import DEFAULT_TIMEOUT
+from octavo.config.quoted import describe, said
 from octavo.kv_connector import ConnectorStats
-from octavo.kv_connector.guard import Troubles, describe, ends_within
+from octavo.kv_connector.guard import Troubles, ends_within
 from octavo.kv_connector.orders import Order, Report
 from octavo.kv_connector.worker.turns import Turns
 from octavo.ops.arrivals import NO_ARRIVALS, Arrivals
@@ -216,7 +217,9 @@ class Mover:
         try:
             arrivals = self._bring(order)
         except Exception as error:  # of a driver: `begin` tries it once more, and fails the load
-            self.troubles.tell(f"bring {error}", f"a load of {len(order.blocks)} blocks failed: {describe(error)}")
+            self.troubles.tell(
+                f"bring {said(error)}", f"a load of {len(order.blocks)} blocks failed: {describe(error)}"
+            )
             return False
         if arrivals is None:
             return False
@@ -359,7 +362,7 @@ class Mover:
     def _failed(self, order: Order, error: BaseException) -> Report:
         way = "load" if order.is_load else "save"
         text = f"a {way} of {len(order.blocks)} blocks failed: {describe(error)}"
-        self.troubles.tell(f"{way} {type(error).__name__} {error}", text)
+        self.troubles.tell(f"{way} {said(error)}", text)
         refusal = str(error) if isinstance(error, RefusedError) else ""
         return Report(number=order.number, failed=order.blocks, refusal=refusal)
 

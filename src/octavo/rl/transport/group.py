@@ -49,7 +49,7 @@ _AHEAD_BYTES = 64 << 20  # of buffers that are on their way together, and of one
 _LEAST_SECONDS = 0.1  # for the rest of a meeting whose store answered late
 _ENDING = 0.5  # seconds in which what waits by a limit of its own may say what it waited for
 _LOOK_SECONDS = 0.05  # between two looks at whether who waits is to go on waiting
-_PLACE = re.compile(r"\[(enforce fail at )?[^\]\s]*\.(cc|cpp|h):\d+\] ")  # in a library's source
+_PLACE = re.compile(r"\[(enforce fail at )?[^\[\]\s]*\.(cc|cpp|h):\d+\] ")  # in a library's source
 _ADVISES = re.compile(r"\. This is typically|\. Check the logs| Exception raised from ")
 _TIMED_OUT = re.compile(r"(?i)timed out|timeout")
 MakeGroup = Callable[[Any, int, int, datetime.timedelta, str], Any]
@@ -376,7 +376,7 @@ class _Begun(NamedTuple):
 
 def _of_thrown(name: str, num_bytes: int, said: str) -> str:
     """What a peer did that made gloo throw."""
-    lengths = re.search(r"(\d+) vs \d+", said)
+    lengths = re.search(r"(?<!\d)(\d+) vs \d+", said)
     came = f"{int(lengths[1]):,}" if lengths else "more"
     return f"{name}: there was room for {num_bytes:,} bytes, and {came} came: {ADVICE}"
 

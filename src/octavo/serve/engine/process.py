@@ -19,7 +19,6 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NoReturn
@@ -27,6 +26,7 @@ from typing import NoReturn
 import msgspec
 
 from octavo.config.engine_config import EngineConfig, load_config
+from octavo.config.quoted import describe
 from octavo.engine import EngineCore
 from octavo.frontend.in_process import InProcessClient
 from octavo.frontend.messages import (
@@ -108,7 +108,7 @@ class EngineProcess:
             self._send_failure(str(error), is_users=isinstance(error, ValueError))
             return EXIT_CONFIG
         except Exception as error:
-            self._send_failure(_describe(error))
+            self._send_failure(describe(error, MAX_TEXT))
             return EXIT_FAILED
         core.weights.num_past = start.num_past_updates
         if start.lost_version:
@@ -131,7 +131,7 @@ class EngineProcess:
             self._loop(client)
         except Exception as error:
             _LOG.exception("the engine failed")
-            self._send_failure(_describe(error))
+            self._send_failure(describe(error, MAX_TEXT))
             return EXIT_FAILED
         core.close()
         return 0
@@ -335,7 +335,7 @@ class EngineProcess:
                 raise WeightsBrokenError(client.core.gate.lost_because)
             client.add(message)
         except Exception as error:  # nothing that a request holds may end this thread
-            _LOG.error("refused a request: %s", error if isinstance(error, ValueError) else _describe(error))
+            _LOG.error("refused a request: %s", error if isinstance(error, ValueError) else describe(error, MAX_TEXT))
             self._sequences.difference_update(ids)
             for sequence_id in ids:
                 reason = "refused_by_engine"
@@ -399,16 +399,9 @@ def _done(call: Call, answer: Future[bytes]) -> bytearray:
         return encode(CallDone(call.call_id, answer.result()))
     except Exception as error:
         is_users = isinstance(error, ValueError)
-        text = str(error) if is_users else _describe(error)
+        text = str(error) if is_users else describe(error, MAX_TEXT)
         _LOG.error("call %s failed: %s", call.name, text)
         return encode(CallDone(call.call_id, error=text[:MAX_TEXT], is_users=is_users))
-
-
-def _describe(error: BaseException) -> str:
-    """The error and where it was raised, in one line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
-    return " ".join(f"{type(error).__name__}: {error}{place}".split())
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from octavo.serve.sandbox.text_child import Refusal
 from octavo.serve.sandbox.text_lane import ShortLane
 from octavo.text.no_tokenizer import NoTokenizer
 from octavo.text.sandbox import (
+    CLOSED,
     LONG_TEXT,
     SandboxError,
     TextSandbox,
@@ -151,7 +152,8 @@ class Texts:
         try:
             self._sandbox.start()
         except SandboxError as error:  # the first request that needs it tries again
-            _LOG.error("%s", error)
+            if str(error) != CLOSED:
+                _LOG.error("%s", error)
 
 
 @contextlib.contextmanager

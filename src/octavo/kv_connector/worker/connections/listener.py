@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 
 from octavo.config.kv_peers import NO_PEERS, Peers
-from octavo.kv_connector.guard import Troubles, describe
+from octavo.config.quoted import describe, said
+from octavo.kv_connector.guard import Troubles
 from octavo.kv_connector.worker.pair import Hello, Pair
 
 _LOG = logging.getLogger(__name__)
@@ -146,6 +147,6 @@ class Listener:
             if pair in self._silent:
                 self._tell(error)
             elif not self.is_closing:
-                _LOG.warning("blocks for %s did not arrive: %s: %s", pair.peer, type(error).__name__, error)
+                _LOG.warning("blocks for %s did not arrive: %s", pair.peer, said(error))
         finally:
             self._forget(pair, threading.current_thread())

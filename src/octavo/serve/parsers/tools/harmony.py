@@ -10,7 +10,7 @@ import re
 from octavo.serve.parsers.tools.marked import Marked
 
 _HEAD = re.compile(
-    r"\s*\w*\s*to=(?:functions\.)?([\w.-]{1,64})\s*(?:<\|constrain\|>)?\s*(?:json|code)?\s*<\|message\|>\s*"
+    r"\s*(?:\w+\s*)?to=(?:functions\.)?([\w.-]{1,64})\s*(?:<\|constrain\|>\s*)?(?:(?:json|code)\s*)?<\|message\|>\s*"
 )
 
 
