@@ -28,12 +28,16 @@ struct Two { u32 x[2]; };
 
 unsigned char memory[1 << 18] __attribute__((aligned(128)));
 
+struct Map { u64 x[16]; };
 struct Copy { u32 to; u64 from; u32 bytes, width; };
+struct Sent { u64 to; u32 from, bytes; };
 struct Lane {
     ucontext_t context;
     std::vector<char> stack;
     std::vector<Copy> open;
     std::deque<std::vector<Copy>> groups;
+    std::vector<Sent> sent;
+    std::deque<std::vector<Sent>> sent_groups;
     u32 given[8];
     int waits_for = 0;  // 0 nothing, 1 its warp, 2 + i `count` lanes at barrier i
     u32 count = 0;
@@ -97,6 +101,8 @@ static void run_block(u32 threads) {
             }
         }
     }
+    for (Lane& lane : lanes)
+        for (auto& group : lane.sent_groups) if (group.size()) fprintf(stderr, "a block ends before what it sends was read\n"), abort();
     for (Lane& lane : lanes) if (!lane.done) fprintf(stderr, "lanes wait for each other\n"), abort();
 }
 
@@ -123,10 +129,33 @@ template <int LEFT> static void arrived() {
         groups.pop_front();
     }
 }
+// What is sent leaves as late as it may.
+static void send(u64 to, u32 from, u32 bytes) {
+    if (to % 16 || from % 16 || bytes % 16 || from + bytes > sizeof memory) fprintf(stderr, "what is sent\n"), abort();
+    lanes[current].sent.push_back(Sent{to, from, bytes});
+}
+static void send_box(const Map&, u64 base, int column, int line, u32 from) {
+    if (from % 1024) fprintf(stderr, "a box at %u\n", from), abort();
+    for (u32 own = 0; own < 64; ++own)
+        for (u32 part = 0; part < 8; ++part)
+            send(base + ((i64)(line + own) * 128 + column + part * 4) * 4, from + own * 128 + (part ^ own % 8) * 16, 16);
+}
+static void commit_sent() {
+    lanes[current].sent_groups.push_back(lanes[current].sent);
+    lanes[current].sent.clear();
+}
+template <int LEFT> static void was_read() {
+    auto& groups = lanes[current].sent_groups;
+    while ((int)groups.size() > LEFT) {
+        for (const Sent& each : groups.front()) memcpy((void*)each.to, memory + each.from, each.bytes);
+        groups.pop_front();
+    }
+}
 static u32 get(u32 at) { u32 x; memcpy(&x, memory + at, 4); return x; }
 static Two get2(u32 at) { Two x; if (at % 8) abort(); memcpy(&x, memory + at, 8); return x; }
 static Four get4(u32 at) { Four x; if (at % 16) abort(); memcpy(&x, memory + at, 16); return x; }
 static void put(u32 at, u32 x) { memcpy(memory + at, &x, 4); }
+static void put2(u32 at, const Two& y) { if (at % 8) abort(); memcpy(memory + at, &y, 8); }
 static void put4(u32 at, const Four& y) { if (at % 16) abort(); memcpy(memory + at, &y, 16); }
 static Four read(u64 at) { Four y; if (at % 16) abort(); memcpy(&y, (void*)at, 16); return y; }
 static u32 read1(u64 at) { u32 x; if (at % 4) abort(); memcpy(&x, (void*)at, 4); return x; }

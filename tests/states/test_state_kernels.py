@@ -81,19 +81,20 @@ def test_one_kernel_decodes_the_delta_rule_without_spilling(heads: int, tmp_path
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])
-@pytest.mark.parametrize("name", ["delta_prepare", "one group", "two groups"])
+@pytest.mark.parametrize("name", ["delta_prepare", "one group", "one group whose stores are its own", "two groups"])
 def test_prompts_of_the_delta_rule_spill_no_register(name: str, heads: int, tmp_path: Path) -> None:
     """In CUDA C++."""
     try:
         nvrtc._library()
     except nvrtc.CompileError:
         pytest.skip("needs NVRTC")
-    shape = (16 * heads, 16), 64, [(663552, 331776, 16384, 32, 32, 128, 2, 1)] * 6, torch.bfloat16
+    block = 663552 if "own" not in name else 663556  # numbers: the copy engine takes whole lines of 128
+    shape = (16 * heads, 16), 64, [(block, 331776, 16384, 32, 32, 128, 2, 1)] * 6, torch.bfloat16
     if name == "delta_prepare":
         macros = delta_prepare.macros(*shape)
         assert int(macros["RESIDENT"]) * (delta_prepare.shared_bytes(macros) + 1024) <= SHARED_BYTES + 1024
     else:
-        groups = 1 if name == "one group" else 2
+        groups = 2 if name == "two groups" else 1
         name, macros = "delta_prompts", {**delta_prompts.macros(*shape), "GROUPS": groups}
         assert delta_prompts.shared_bytes(groups) <= SHARED_BYTES
     code, told = nvrtc.compile_told(loading.source(name), macros, "sm_90a", "--ptxas-options=-v")

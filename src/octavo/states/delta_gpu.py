@@ -279,7 +279,8 @@ def _walk(
     given = query, key, qkv[:, 2 * rule.num_key_heads * rule.key_size :], *others, out
     places = *given, step.rows, step.query_start, step.seq_lens, which[0], state_table, input_table, *kept
     numbers = qkv.stride(0), state_columns, input_columns, *told.firsts, len(step.rows)
-    to_tell = delta_prompts.Told(*(each.data_ptr() for each in places), *numbers)
+    states = delta_prompts.states_of(kept[0])
+    to_tell = delta_prompts.Told(states, *(each.data_ptr() for each in places), *numbers)
     delta_prompts.launch(to_tell, which[1], macros, qkv.device)
 
 

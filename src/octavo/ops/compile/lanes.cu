@@ -35,6 +35,18 @@ __device__ inline void warp_together() { __syncwarp(); }
 __device__ inline void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ inline void wait_for_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// Hopper's copy engine, out of shared memory, asked by a lane: what was put there is seen by it behind `seen_by_groups`,
+// and may be put over once it was read.
+struct alignas(64) Map { u64 x[16]; };  // of lines of 128 numbers of 32 bits, in boxes of 32 by 64: see `driver.describe`
+__device__ inline void send_box(const Map& map, u64, int column, int line, u32 from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
+                 :: "l"((u64)&map), "r"(column), "r"(line), "r"(from) : "memory");
+}
+__device__ inline void commit_sent() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int LEFT> __device__ inline void was_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(LEFT) : "memory");
+}
+
 __device__ inline u32 get(u32 at) {
     u32 x;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(at) : "memory");
@@ -52,6 +64,9 @@ __device__ inline Four get4(u32 at) {
     return y;
 }
 __device__ inline void put(u32 at, u32 x) { asm volatile("st.shared.b32 [%0], %1;" :: "r"(at), "r"(x) : "memory"); }
+__device__ inline void put2(u32 at, const Two& y) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" :: "r"(at), "r"(y.x[0]), "r"(y.x[1]) : "memory");
+}
 __device__ inline void put4(u32 at, const Four& y) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
                  :: "r"(at), "r"(y.x[0]), "r"(y.x[1]), "r"(y.x[2]), "r"(y.x[3]) : "memory");

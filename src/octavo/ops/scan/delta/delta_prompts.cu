@@ -21,6 +21,7 @@
 #define PARTS (SIZE / CHANNELS)   // blocks of a head
 
 struct Told {
+    Map states;
     const u16 *query, *key, *value;  // normed, [T, KEY_HEADS, SIZE]; value within rows of qkv
     const float *total, *rate;       // [T, HEADS]
     const u16 *before, *factor;      // of `delta_chunks`
@@ -50,6 +51,13 @@ struct Told {
 #define OWN_RATES (OWN_SUMS + CHUNK * 4)
 #define CHUNK_BYTES ((OWN_RATES + CHUNK * 4 + 1023) / 1024 * 1024)
 #define WEIGHTED (BUFFERS * CHUNK_BYTES)
+
+// Whether states leave by the copy engine, from where the chunk's keys and queries were, once no product reads them: two
+// tiles of 32 channels each of 64 keys, then of 64 more. With two groups a state's stores go by themselves as fast.
+__device__ constexpr bool is_sent_whole(Form form) { return GROUPS == 1 && !(form.block % SIZE || form.part % SIZE || form.line % SIZE); }
+#define SENDS (is_sent_whole(Form{STATE_FORM}))
+#define OF_GROUP 3, LANES * GROUPS           // a barrier, and how many meet there
+#define TELL_STAGED 2, LANES * GROUPS + 32
 
 #define LINES (LANES / 8)  // of which those that help have 16 bytes each
 __device__ inline u32 own_lane() { return thread() % LANES; }
@@ -140,42 +148,40 @@ __device__ inline void ask_open(const Told& told, const Walk& walk, u32 to) {
     commit();
 }
 
-// Copy lines of 16-byte parts, of tokens from `from` on: four parts at a time, so that none waits for another.
-template <int PARTS_OF_LINE, class Source, class Goal>
-__device__ inline void keep_lines(const Walk& walk, int from, Source source, Goal goal) {
-    int count = (walk.end - from) * PARTS_OF_LINE;
-#pragma unroll 1
-    for (int first = own_lane(); first < count; first += 4 * LANES) {
-        Four given[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            int line = min(first + i * LANES, count - 1);
-            given[i] = read(source(walk.token + from + line / PARTS_OF_LINE - walk.computed) + line % PARTS_OF_LINE * 16);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            int line = first + i * LANES;
-            u64 to = line < count ? goal(from + line / PARTS_OF_LINE) : 0;
-            if (to) write(to + line % PARTS_OF_LINE * 16, given[i]);
-        }
-    }
+// The inputs of tokens from `from` on that are to be kept, four parts of 16 bytes a lane at a time, a turn: they are asked
+// for, and written later.
+struct Kept {
+    Four given[4];
+    u64 goal[4];
+};
+__device__ inline int num_keys(const Walk& walk) { return walk.channel % (HEADS / KEY_HEADS * SIZE) ? 0 : SIZE / 8; }  // parts of a token
+__device__ inline int num_turns(const Walk& walk, int from) {
+    return ((walk.end - from) * (CHANNELS / 8 + num_keys(walk)) + 4 * LANES - 1) / (4 * LANES);
 }
-
-// Keep the inputs of tokens from `from` on.
-__device__ inline void keep(const Told& told, const Walk& walk, int from) {
+__device__ inline void ask_kept(const Told& told, const Walk& walk, int from, int turn, Kept& kept) {
     constexpr Form keys{KEY_FORM}, values{VALUE_FORM};
-    auto where = [&](const u16* kept, int at, const Form& form, int channel) {
-        int held;
-        u64 goal = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, form, held) + channel;
-        return held > 0 ? (u64)(kept + goal) : 0;
-    };
-    keep_lines<CHANNELS / 8>(
-        walk, from, [&](i64 token) { return (u64)(told.value + token * told.value_row + walk.channel); },
-        [&](int at) { return where(told.value_kept, at, values, walk.channel); });
-    if (walk.channel % (HEADS / KEY_HEADS * SIZE)) return;  // keys are another's
-    keep_lines<SIZE / 8>(
-        walk, from, [&](i64 token) { return (u64)(told.key + (token * KEY_HEADS + walk.key_head) * SIZE); },
-        [&](int at) { return where(told.key_kept, at, keys, walk.key_head * SIZE); });
+    int num_values = (walk.end - from) * (CHANNELS / 8), num = num_values + (walk.end - from) * num_keys(walk), held;
+    u64 source[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        int asked = turn * 4 * LANES + i * LANES + own_lane(), part = min(asked, num - 1);
+        bool is_key = part >= num_values;
+        if (is_key) part -= num_values;
+        int wide = is_key ? SIZE / 8 : CHANNELS / 8, at = from + part / wide, inner = part % wide * 8;
+        i64 token = (i64)walk.token + at - walk.computed;
+        u64 where = is_key ? place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, keys, held)
+                           : place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, values, held);
+        inner += is_key ? walk.key_head * SIZE : walk.channel;
+        source[i] = (u64)(is_key ? told.key + token * KEY_HEADS * SIZE + inner : told.value + token * told.value_row + inner);
+        kept.goal[i] = held > 0 && asked < num ? (u64)((is_key ? told.key_kept : told.value_kept) + where + inner) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) kept.given[i] = read(source[i]);
+}
+__device__ inline void write_kept(const Kept& kept) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        if (kept.goal[i]) write(kept.goal[i], kept.given[i]);
 }
 
 // Of two words the low halves, or the high ones.
@@ -242,13 +248,32 @@ __device__ inline void write_keys(float* goal, int eight, const float (&state)[4
         write2((u64)(goal + (eight * 8 + i) * SIZE), Two{{bits_of(state[i]), bits_of(state[2 + i])}});
 }
 
+// The same, as the copy engine takes it. own: where the chunk lies.
+__device__ inline void stage(u32 own, int eight, const float (&state)[4], u32 warp, u32 lane) {
+    u32 to = own + (eight / 8 * 2 + warp / 2) * TILE + eight % 8 * 1024 + lane / 4 % 2 * 8;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        put2(to + in_tile(lane % 4 * 2 + i, warp % 2 * 4 + lane / 8), Two{{bits_of(state[i]), bits_of(state[2 + i])}});
+}
+
+// A warp's: send a state that all have staged.
+__device__ inline void send_state(const Told& told, const Walk& walk, u32 own, i64 goal) {
+    some_together(TELL_STAGED);
+    if (own_lane() == 0)
+#pragma unroll
+        for (int box = 0; box < 4; ++box)
+            send_box(told.states, (u64)told.state, walk.channel % SIZE + box % 2 * 32, (int)(goal / SIZE) + box / 2 * 64, own + box * TILE);
+    commit_sent();
+}
+
 // What the four warps do that help. With room for three chunks they ask for one two ahead, else for the next.
-__device__ inline void help(const Told& told, const Walk& walk, u32 base) {
+__device__ inline void help(const Told& told, const Walk& walk, u32 base, int kept_from) {
     wait_for_before();
     if (walk.begin < walk.computed) ask_open(told, walk, base);
     else ask(told, walk, walk.begin, base);
-    int end = walk.end, begin = walk.begin, turn = 0;
+    int end = walk.end, begin = walk.begin, turn = 0, keeping = 0, num_keeping = GROUPS == 2 ? num_turns(walk, kept_from) : 0;
     u32 own = base, next = base + CHUNK_BYTES, before = base + (BUFFERS - 1) * CHUNK_BYTES;
+    Kept kept;
     auto ask_for = [&](int begin, u32 to) {
         if (begin < end) ask(told, walk, begin, to);
         else commit();
@@ -261,17 +286,34 @@ __device__ inline void help(const Told& told, const Walk& walk, u32 base) {
     };
     if (BUFFERS > 2) ask_for(begin + CHUNK, next);
     make_ready(begin, own, turn);
+    i64 goal = -1;
+    bool is_sending = false;  // from `before`
+#pragma unroll 1
     for (; begin < end; begin += CHUNK) {
+        bool keeps = keeping < num_keeping;
+        if (keeps) ask_kept(told, walk, kept_from, keeping++, kept);
+        if (SENDS && begin > walk.begin) goal = state_at(told, walk, begin);
         together();
         if (begin > walk.begin) write_results(told, walk, begin - CHUNK, before);
+        if (is_sending) {
+            if (own_lane() < 32) was_read<0>();
+            some_together(1, LANES);
+        }
         ask_for(begin + (BUFFERS - 1) * CHUNK, before);
         turn ^= 1;
         if (begin + CHUNK < end) make_ready(begin + CHUNK, next, turn);
+        is_sending = goal >= 0;
+        if (is_sending && own_lane() < 32) send_state(told, walk, own, goal);
+        if (keeps) write_kept(kept);
         u32 free = before;
         before = own, own = next, next = BUFFERS > 2 ? free : before;
     }
+    if (SENDS) goal = end % CHUNK ? -1 : state_at(told, walk, end);
     together();
     write_results(told, walk, begin - CHUNK, before);
+    if (goal >= 0 && own_lane() < 32) send_state(told, walk, own, goal);
+    if (SENDS) was_read<0>();
+    for (; keeping < num_keeping; ++keeping) ask_kept(told, walk, kept_from, keeping, kept), write_kept(kept);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __grid_constant__ Told told) {
@@ -298,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     int kept_from = max(walk.computed, (walk.end - 1) / CHUNK * CHUNK - CHUNK), held;
     if (warp >= 4 * GROUPS) {
         if (GROUPS == 2) give_registers<88>();  // of 168
-        help(told, walk, base);
+        help(told, walk, base, kept_from);
         return;
     }
     if (GROUPS == 2) take_registers<208>();
@@ -312,7 +354,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             for (int i = 0; i < 4; ++i)
                 state[j][i] = told.state[source + lane_first + (j * 8 + i % 2) * SIZE + i / 2];
     wait_for_before();
-    if (warp < 4) keep(told, walk, kept_from);
+    Kept given;
+    for (int turn = 0; GROUPS == 1 && turn < num_turns(walk, kept_from); ++turn)  // with two, those keep that help
+        ask_kept(told, walk, kept_from, turn, given), write_kept(given);
     int begin = walk.begin, turn = 0, half_turn = 0;
 #pragma unroll 1
     for (; begin < walk.end; begin += CHUNK) {
@@ -385,18 +429,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
                     update[block].x[2 * half] = lows(values[half].x[0], values[half].x[1]);
                     update[block].x[2 * half + 1] = highs(values[half].x[0], values[half].x[1]);
                 }
-            if (block == 1) group_arrived<0>(of_query);
+            if (block == (SENDS ? 0 : 1)) group_arrived<0>(of_query);
+            if (SENDS && block == 1 && goal >= 0) some_together(OF_GROUP);  // no product reads keys and queries any more
 #pragma unroll
             for (int j = block > 1 ? 2 * block : 0; j < (block > 0 ? 2 * block + 2 : 0); ++j)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) of_query[j][i] = times(begun[j][i % 2], of_query[j][i]);
-            if (goal >= 0)  // of the chunk before: a few at a time, so that nothing waits behind them
+            // The state behind the chunk before: a few keys at a time, so that nothing waits behind them.
 #pragma unroll
-                for (int j = 4 * block; j < 4 * block + 4; ++j) write_keys(kept, j, state[j]);
-#pragma unroll
-            for (int j = 4 * block; j < 4 * block + 4; ++j)
+            for (int j = 0; j < 16; ++j) {
+                if (block != (SENDS && j < 4 ? 1 : j / 4)) continue;
+                if (goal >= 0) {
+                    if (SENDS) stage(own, j, state[j], warp, lane);
+                    else write_keys(kept, j, state[j]);
+                }
 #pragma unroll
                 for (int i = 0; i < 4; ++i) state[j][i] = times(decay, state[j][i]);
+            }
         }
         hold(update), hold(of_query), hold(state);
         group_begin();
@@ -406,6 +455,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
 #pragma unroll
         for (int step = 0; step < 4; ++step) group_multiply_turned(state, update[step], weighted + step * 2048, TILE);
         group_commit();
+        if (SENDS && goal >= 0) {
+            seen_by_groups();
+            tell_some(TELL_STAGED);
+        }
         group_arrived<1>(of_query);
 #pragma unroll
         for (int j = 0; j < 8; ++j)
@@ -414,12 +467,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
                 put(own + OWN_VALUES + (j * 8 + lane % 4 * 2 + i) * PITCH + warp * 32 + lane / 4 * 4, pack(of_query[j][i], of_query[j][2 + i]));
         if (begin + CHUNK > kept_from)
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                int line = j * 8 + lane / 4, at = begin + min(line, left - 1);
-                Two own_update = written(update[j / 2].x[j % 2 * 2], update[j / 2].x[j % 2 * 2 + 1]);
-                u64 where = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, updates, held);
-                u64 mine = where + walk.head * SIZE + first + lane % 4 * 4;
-                if (held > 0 && line < left && at >= kept_from) write2((u64)(told.update_kept + mine), own_update);
+            for (int some = 0; some < 8; some += GROUPS * GROUPS) {  // at once
+                u64 goals[GROUPS * GROUPS];
+#pragma unroll
+                for (int j = some; j < some + GROUPS * GROUPS; ++j) {
+                    int line = j * 8 + lane / 4, at = begin + min(line, left - 1);
+                    u64 where = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, updates, held);
+                    where += walk.head * SIZE + first + lane % 4 * 4;
+                    goals[j - some] = held > 0 && line < left && at >= kept_from ? (u64)(told.update_kept + where) : 0;
+                }
+#pragma unroll
+                for (int j = some; j < some + GROUPS * GROUPS; ++j) {
+                    Two own_update = written(update[j / 2].x[j % 2 * 2], update[j / 2].x[j % 2 * 2 + 1]);
+                    if (goals[j - some]) write2(goals[j - some], own_update);
+                }
             }
         group_arrived<0>(state);
         turn = turn == BUFFERS - 1 ? 0 : turn + 1, half_turn ^= 1;
@@ -427,7 +488,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
     together();
     i64 goal = walk.end % CHUNK ? -1 : state_at(told, walk, walk.end);
     float* kept = told.state + goal + lane_first;
-    if (goal >= 0)
+    if (goal < 0) return;
 #pragma unroll
-        for (int j = 0; j < 16; ++j) write_keys(kept, j, state[j]);
+    for (int j = 0; j < 16; ++j) {
+        if (SENDS) stage(base + turn * CHUNK_BYTES, j, state[j], warp, lane);
+        else write_keys(kept, j, state[j]);
+    }
+    seen_by_groups();
+    if (SENDS) tell_some(TELL_STAGED);
 }

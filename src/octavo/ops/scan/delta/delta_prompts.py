@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
 
 import torch
 
+from octavo.ops.compile import driver
 from octavo.ops.scan.delta import loading
 
 serves, macros = loading.serves, loading.macros
 GROUPS = 1, 2  # of a block
+_FLOAT32 = 7  # of a descriptor
 _compared: ContextVar[int] = ContextVar("groups", default=0)  # 0: nothing is compared
 
 
@@ -25,6 +28,7 @@ class Told(ctypes.Structure):
     """What a launch is told, as delta_prompts.cu has it."""
 
     _fields_ = [
+        ("states", ctypes.c_uint64 * 16),
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "total", "rate", "before", "factor")),
         *((name, ctypes.c_void_p) for name in ("inverse", "out", "rows", "query_start", "seq_lens", "num_ahead")),
         *((name, ctypes.c_void_p) for name in ("state_table", "input_table", "state", "key_kept", "value_kept")),
@@ -34,7 +38,21 @@ class Told(ctypes.Structure):
             (name, ctypes.c_int)
             for name in ("state_columns", "input_columns", "state_first", "input_first", "num_rows")
         ),
+        ("rest", ctypes.c_int * 15),  # up to a multiple of 64 bytes
     ]
+
+
+def states_of(state: torch.Tensor) -> ctypes.Array[ctypes.c_uint64]:
+    """The descriptor of what is kept of states, as lines of 128 channels; nothing for a CPU that emulates."""
+    if not state.is_cuda:
+        return (ctypes.c_uint64 * 16)()
+    extent = 1 + sum((size - 1) * step for size, step in zip(state.shape, state.stride(), strict=True))
+    return (ctypes.c_uint64 * 16).from_buffer_copy(_described(state.data_ptr(), extent // 128))
+
+
+@functools.lru_cache(maxsize=4096)
+def _described(address: int, lines: int) -> bytes:
+    return driver.describe(address, _FLOAT32, (128, lines), (512,), (32, 64), 128)
 
 
 def groups_of(num_heads: int, processors: int) -> int:
