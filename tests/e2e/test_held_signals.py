@@ -64,6 +64,104 @@ def test_one_that_has_waited_for_long_is_handled(limited: list[int], monkeypatch
         _hold(1e9, signal.SIGALRM)
 
 
+def test_it_ends_a_wait_for_a_lock_too(limited: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal that ended it went to the thread that lost its patience, which interrupts no call of the main one."""
+    monkeypatch.setattr(interrupts, "_PATIENCE", 0.05)
+    waits = threading.Lock()
+    waits.acquire()
+    with pytest.raises(_TooLongError), HeldSignals():
+        signal.raise_signal(signal.SIGALRM)
+        assert not waits.acquire(timeout=20), "nobody releases it"
+        pytest.fail("the wait went on")
+
+
+def test_a_handler_that_raises_nothing_is_told_of_an_interrupt_beside_an_error() -> None:
+    """It was dropped, as the KeyboardInterrupt that would take an error's place is."""
+    told: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: told.append(number))
+    try:
+        with pytest.raises(ZeroDivisionError), HeldSignals():
+            signal.raise_signal(signal.SIGINT)
+            raise ZeroDivisionError
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told == [signal.SIGINT]
+    with pytest.raises(ZeroDivisionError), HeldSignals():
+        signal.raise_signal(signal.SIGINT)
+        raise ZeroDivisionError
+
+
+def test_a_handler_that_is_set_within_stays(limited: list[int]) -> None:
+    def other(number: int, frame: FrameType | None) -> None:
+        limited.append(-number)
+
+    with pytest.raises(_TooLongError), HeldSignals():
+        signal.raise_signal(signal.SIGALRM)
+        signal.signal(signal.SIGALRM, other)
+    assert signal.getsignal(signal.SIGALRM) is other and limited == [signal.SIGALRM]
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_what_a_handler_raises_at_either_end_leaves_no_signal_held(
+    limited: list[int], monkeypatch: pytest.MonkeyPatch, at_end: bool
+) -> None:
+    """One signal was held, or was again itself, and another one's handler raised: the first waited from then on."""
+    change, spoilt = interrupts._set, threading.Event()
+
+    def set_and_raise(number: int, handler: object) -> None:
+        change(number, handler)
+        if number == signal.SIGINT and spoilt.is_set():  # the first of them
+            spoilt.clear()
+            signal.raise_signal(signal.SIGINT if at_end else signal.SIGALRM)
+
+    monkeypatch.setattr(interrupts, "_set", set_and_raise)
+    held = HeldSignals()
+    with pytest.raises(KeyboardInterrupt if at_end else _TooLongError):
+        if not at_end:
+            spoilt.set()
+        with held:
+            spoilt.set()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(_TooLongError):
+        signal.raise_signal(signal.SIGALRM)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_signals_within_the_handling_of_one_leave_nobody_who_loses_patience(
+    limited: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both had one lock, of which one thread was told: the other one raised its signal behind the end."""
+    monkeypatch.setattr(interrupts, "_PATIENCE", 0.2)
+    allocate, left = interrupts._thread.allocate_lock, [signal.SIGALRM]
+
+    def allocate_and_raise() -> object:
+        lock = allocate()
+        if left:
+            signal.raise_signal(left.pop())
+        return lock
+
+    monkeypatch.setattr(interrupts._thread, "allocate_lock", allocate_and_raise)
+    with pytest.raises((KeyboardInterrupt, _TooLongError)), HeldSignals():
+        signal.raise_signal(signal.SIGINT)
+    time.sleep(0.5)  # in which either would come again
+    assert limited == [signal.SIGALRM]
+
+
+def test_a_signal_waits_where_no_thread_can_begin(limited: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error of the thread broke the step, and the signal was lost."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(interrupts._thread, "start_new_thread", refuse)
+    done = []
+    with pytest.raises(_TooLongError), HeldSignals():
+        signal.raise_signal(signal.SIGALRM)
+        done.append(1)
+    assert done == [1]
+
+
 def test_no_signal_is_held_in_another_thread(limited: list[int]) -> None:
     held: list[object] = []
 

@@ -29,39 +29,53 @@ class HeldSignals:
     def __enter__(self) -> None:
         """Hold."""
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._noted: dict[int, FrameType | None] = {}
+        self._noted: dict[int, tuple[FrameType | None, _thread.LockType]] = {}  # the lock: held while it waits
+        self._holds = False  # until all are: a handler that raises in between leaves nothing that holds
         if threading.current_thread() is threading.main_thread():
             for number in _HELD:
                 if callable(handler := _get(number)):
                     self._handlers[number] = handler
                     _set(number, self._note)
+            self._holds = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Handle what came; not an interrupt while something else is being raised."""
-        for number, handler in self._handlers.items():
-            _set(number, handler)
-        if self._noted:
-            self._ended.release()
-            with contextlib.ExitStack() as stack:  # each is handled, whatever another one's handler raises
-                for number, frame in self._noted.items():
-                    if error is None or number != signal.SIGINT:
-                        stack.callback(self._handlers[number], number, frame)
+        """Handle what came; not by a KeyboardInterrupt while something else is being raised."""
+        self._holds = False
+        try:
+            for number, handler in self._handlers.items():
+                if _get(number) == self._note:  # else it has got another handler within
+                    _set(number, handler)
+        finally:
+            if self._noted:
+                self._handle(error)
+
+    def _handle(self, error: BaseException | None) -> None:
+        with contextlib.ExitStack() as stack:  # each is handled, whatever another one's handler raises
+            for number, (frame, waits) in self._noted.items():
+                waits.release()
+                handler = self._handlers[number]
+                if error is None or handler is not signal.default_int_handler:
+                    stack.callback(handler, number, frame)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number in self._noted:
+        waits = _thread.allocate_lock()
+        waits.acquire()
+        noted = frame, waits
+        if not self._holds or self._noted.setdefault(number, noted) is not noted:
             self._handlers[number](number, frame)
             return
-        if not self._noted:
-            self._ended = _thread.allocate_lock()
-            self._ended.acquire()
-            _thread.start_new_thread(self._lose_patience, (number,))  # threading's are not for a handler of signals
-        self._noted[number] = frame
+        with contextlib.suppress(RuntimeError):  # no thread can begin: then it waits for the end, or for a second one
+            # threading's are not for a handler of signals
+            _thread.start_new_thread(self._lose_patience, (number, waits, _thread.get_ident()))
 
-    def _lose_patience(self, number: int) -> None:
-        if not self._ended.acquire(timeout=_PATIENCE):
-            signal.raise_signal(number)  # the main thread handles it
+    def _lose_patience(self, number: int, waits: _thread.LockType, main: int) -> None:
+        if not waits.acquire(timeout=_PATIENCE) and self._holds:
+            if hasattr(signal, "pthread_kill"):  # there it ends a call of the system that waits, too
+                signal.pthread_kill(main, number)
+            else:
+                signal.raise_signal(number)
 
 
 def may_be_a_signal(error: BaseException) -> bool:
