@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import signal
 import threading
 import time
@@ -133,7 +134,7 @@ def test_signals_within_the_handling_of_one_leave_nobody_who_loses_patience(
 ) -> None:
     """Both had one lock, of which one thread was told: the other one raised its signal behind the end."""
     monkeypatch.setattr(interrupts, "_PATIENCE", 0.2)
-    allocate, left = interrupts._thread.allocate_lock, [signal.SIGALRM]
+    allocate, left = _thread.allocate_lock, [signal.SIGALRM]
 
     def allocate_and_raise() -> object:
         lock = allocate()
@@ -141,7 +142,7 @@ def test_signals_within_the_handling_of_one_leave_nobody_who_loses_patience(
             signal.raise_signal(left.pop())
         return lock
 
-    monkeypatch.setattr(interrupts._thread, "allocate_lock", allocate_and_raise)
+    monkeypatch.setattr(_thread, "allocate_lock", allocate_and_raise)
     with pytest.raises((KeyboardInterrupt, _TooLongError)), HeldSignals():
         signal.raise_signal(signal.SIGINT)
     time.sleep(0.5)  # in which either would come again
@@ -154,7 +155,7 @@ def test_a_signal_waits_where_no_thread_can_begin(limited: list[int], monkeypatc
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(interrupts._thread, "start_new_thread", refuse)
+    monkeypatch.setattr(_thread, "start_new_thread", refuse)
     done = []
     with pytest.raises(_TooLongError), HeldSignals():
         signal.raise_signal(signal.SIGALRM)

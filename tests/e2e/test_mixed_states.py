@@ -70,3 +70,26 @@ def test_M5_1_H_1_the_length_of_a_step_of_a_hybrid_is_its_batchs_own(
         generate(llm, FIRST)
     assert len(seen) > 10 and all(bound == longest for bound, longest, _ in seen)
     assert {query for _, _, query in seen} > {1}
+
+
+def test_layers_with_states_are_told_where_rows_verify(mixed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in which every token gives logits, since all rows verify, was taken for one of short prompts."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+    with LLM(**mixed, speculative_config=drafts) as llm:
+        runner = runner_of(llm.engine)
+        step, seen, shapes = runner._model_state._step, [], []
+        prepare, view = type(step).prepare, runner._view
+
+        def spy(self: Any, inputs: Any) -> None:
+            seen.append(inputs.verifies)
+            prepare(self, inputs)
+
+        def spy_view(work: Any, **given: Any) -> Any:
+            shapes.append((work.has_drafts, work.verifies))
+            return view(work, **given)
+
+        monkeypatch.setattr(type(step), "prepare", spy)
+        monkeypatch.setattr(runner, "_view", spy_view)
+        generate(llm, FIRST)
+    assert seen == [has_drafts for has_drafts, _ in shapes]
+    assert {(False, False), (True, True)} <= {*shapes}

@@ -116,6 +116,7 @@ class Batch(StepInputs, frozen=True, kw_only=True):
     block_tables: list[torch.Tensor]  # per table of attention [R, width] int32, kernel block ids
     logit_tokens: LogitTokens | None  # whose hidden states alone are asked for; None: those of all tokens
     apart: bool = False  # of a graph whose rows all verify: none reads what another one stores
+    verifies: bool = False  # rows of several tokens have drafts
 
     @property
     def num_rows(self) -> int:
@@ -403,7 +404,14 @@ class InputBuffers:
         if sizes != self._viewed[0]:
             self._viewed = sizes, self._views(*sizes)
         tensors = self._viewed[1]
-        return Batch(max_query_len=max_query_len, max_seq_len=max_seq_len, max_long=max_long, apart=apart, **tensors)
+        return Batch(
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            max_long=max_long,
+            apart=apart,
+            verifies=apart or drafts is not None,
+            **tensors,
+        )
 
     def _views(self, num_rows: int, num_tokens: int, num_logits: int, max_logits: int, every: bool) -> dict[str, Any]:
         """The tensors of `view`."""

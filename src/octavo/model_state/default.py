@@ -131,5 +131,5 @@ def _state_inputs(batch: Batch, *, for_capture: bool) -> StateInputs:
         seq_lens=batch.seq_lens,
         positions=batch.positions,
         bounds=(most_single, batch.max_long),
-        verifies=batch.apart or (batch.logit_tokens is not None and batch.logit_tokens.max_per_row > 1),
+        verifies=batch.verifies,
     )
