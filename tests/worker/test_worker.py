@@ -199,3 +199,28 @@ def test_checks_and_masks_need_no_object_in_common(monkeypatch: pytest.MonkeyPat
             answers.append([output.outputs[0].token_ids for output in outputs])
     assert answers[0] == answers[1] and not wrong
     assert [len(own) for own in owners] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "chosen", "is_run"),
+    [(("LBHNC", "BLNHC"), "BLNHC", True), (("LBHNC", "LBNHC"), "LBHNC", False)],
+)
+def test_the_plan_says_that_a_block_is_one_run_where_it_is(layouts: tuple[str, ...], chosen: str, is_run: bool) -> None:
+    """It said so too where no backend takes such a layout."""
+    worker = Worker()
+    worker.begin(CONFIG)
+    folder, arch = find_and_read(CONFIG)
+    facts = worker.load(resolve(CONFIG, arch, worker.open(arch)), Path(str(folder)))
+    plan = plan_cache(
+        arch,
+        facts.resolved,
+        facts.layer_specs,
+        [backend._replace(layouts=layouts) for backend in facts.backends],
+        free_bytes=facts.free_bytes,
+        total_bytes=facts.total_bytes,
+        weight_bytes=facts.weight_bytes,
+        weights_loaded=True,
+        buffer_bytes=worker.buffer_bytes,
+        moves_runs=True,
+    )
+    assert plan.layout == chosen and plan.why["layout"].endswith(" with a block in one run") == is_run

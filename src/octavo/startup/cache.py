@@ -14,7 +14,7 @@ import msgspec
 
 from octavo.cache.groups import CacheGroup, TableSpec, block_bytes, make_groups, pages_differ
 from octavo.cache.kernel_blocks import choose_tables
-from octavo.cache.layout import layout_by_name, resolve_layout
+from octavo.cache.layout import Layout, layout_by_name, resolve_layout
 from octavo.cache.plan import CachePlan, show_bytes
 from octavo.cache.policies import lost_prefixes
 from octavo.cache.specs import LayerSpec
@@ -82,7 +82,7 @@ def plan_cache(
         max_num_drafts=max_num_drafts,
         num_lookahead=num_lookahead,
         why={
-            "layout": _why_layout(resolved, next(iter(facts), ""), mixed_pages=mixed_pages, moves_runs=moves_runs),
+            "layout": _why_layout(resolved, layout, [*facts], mixed_pages=mixed_pages, moves_runs=moves_runs),
             **_of_prefixes(resolved, groups, max(block_bytes(groups, itemsize), 1)),
         },
     )
@@ -122,8 +122,13 @@ def _in_order(layouts: Sequence[str], *, moves_runs: bool) -> Sequence[str]:
     return sorted(layouts, key=lambda name: layout_by_name(name).layer_compact) if moves_runs else layouts
 
 
-def _why_layout(resolved: Resolved, first: str, *, mixed_pages: bool, moves_runs: bool) -> str:
+def _why_layout(
+    resolved: Resolved, layout: Layout, names: Sequence[str], *, mixed_pages: bool, moves_runs: bool
+) -> str:
     if resolved.kv_cache_layout is not None:
         return "as kv_cache_layout says"
     of_pages = " for pages of several sizes" if mixed_pages else ""
-    return f"the first that {first} takes" + (of_pages or (" with a block in one run" if moves_runs else ""))
+    in_runs = (
+        " with a block in one run" if moves_runs and layout.block_outermost else ""
+    )  # else nobody takes such a one
+    return f"the first that {', '.join(names[:1])} takes" + (of_pages or in_runs)
