@@ -97,8 +97,8 @@ class Listener:
             if not self._peers.may_come(pair.peer_host):
                 raise OSError(f"{pair.peer_host} is not among {', '.join(self._peers.given)} (kv_peers)")
         except OSError as error:
+            self._tell(error)  # ahead of the end, which who came may see
             sock.close()
-            self._tell(error)
             return
         thread = threading.Thread(target=self._run, args=(pair,), name="octavo-kv-serve", daemon=True)
         with self._lock:
