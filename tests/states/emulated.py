@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from octavo.ops.scan import mamba2_advance
+from octavo.ops.scan import conv_decode, mamba2_advance, mamba2_decode
 from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step, loading
 from octavo.states import delta_gpu
 
@@ -39,7 +39,15 @@ extern "C" void run(const Told* told, u32 count, u32 threads) {
 
 @functools.cache
 def _library(kernel: str, macros: tuple[tuple[str, int | str], ...]) -> ctypes.CDLL:
-    own_source = mamba2_advance.own_source() if kernel == "mamba2_advance" else loading.own_source(kernel)
+    own_source = (
+        mamba2_decode.KERNEL.own_source
+        if kernel == "mamba2_decode"
+        else conv_decode.KERNEL.own_source
+        if kernel == "conv_decode"
+        else mamba2_advance.own_source()
+        if kernel == "mamba2_advance"
+        else loading.own_source(kernel)
+    )
     text = Path(__file__).with_name("lanes.h").read_text() + own_source
     folder = Path(tempfile.mkdtemp())
     source = folder / f"{hashlib.sha256(repr(macros).encode()).hexdigest()[:16]}.cpp"
@@ -105,4 +113,34 @@ def advances_emulated(blocks: int) -> Iterator[list[str]]:
 
     own = {"serves": mamba2_advance.fits, "is_loaded": lambda *_: True, "launch": launch}
     with unittest.mock.patch.multiple(mamba2_advance, **own):
+        yield launches
+
+
+@contextlib.contextmanager
+def decodes_emulated(blocks: int) -> Iterator[list[str]]:
+    """Within, `mamba2_decode` serves tensors of a CPU, by so many blocks at most. Lists launches by name."""
+    launches: list[str] = []
+
+    def launch(told: mamba2_decode.Told, own: dict[str, int | str], _: torch.device) -> None:
+        launches.append("mamba2_decode")
+        count = min(blocks, mamba2_decode.blocks_of(told, own))
+        _library("mamba2_decode", tuple(own.items())).run(ctypes.byref(told), count, mamba2_decode.THREADS)
+
+    own = {"serves": mamba2_decode.fits, "is_loaded": lambda *_: True, "launch": launch}
+    with unittest.mock.patch.multiple(mamba2_decode, **own):
+        yield launches
+
+
+@contextlib.contextmanager
+def convolves_emulated(parts: int) -> Iterator[list[str]]:
+    """Within, `conv_decode` serves tensors of a CPU, by so many parts of the rows. Lists launches by name."""
+    launches: list[str] = []
+
+    def launch(told: conv_decode.Told, own: dict[str, int | str], _: torch.device) -> None:
+        launches.append("conv_decode")
+        blocks = conv_decode.num_tiles(own) * min(parts, told.num_rows)
+        _library("conv_decode", tuple(own.items())).run(ctypes.byref(told), blocks, conv_decode.THREADS)
+
+    own = {"serves": conv_decode.fits, "is_loaded": lambda *_: True, "launch": launch}
+    with unittest.mock.patch.multiple(conv_decode, **own):
         yield launches

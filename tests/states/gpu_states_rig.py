@@ -11,14 +11,14 @@ from types import ModuleType
 import torch
 
 import state_rig as rig
-from emulated import COMPILER, advances_emulated, emulated
+from emulated import COMPILER, advances_emulated, convolves_emulated, decodes_emulated, emulated
 from octavo.layers.recurrent import GatedDeltaRule, ShortConvolution, state_spec
-from octavo.ops.scan import SHORT_CHUNK, mamba2_advance_gpu
+from octavo.ops.scan import SHORT_CHUNK, mamba2_advance_gpu, mamba2_decode_gpu
 from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step
 from octavo.rl.autograd import recurrent
 from octavo.rl.autograd.recurrent import DeltaSizes, gated_delta, short_conv
 from octavo.rl.pack import Pack
-from octavo.states import delta_gpu, example, gpu, mamba2_advance
+from octavo.states import conv_decode, delta_gpu, example, gpu, mamba2_advance, mamba2_decode
 from octavo.states.base import StateBackend
 from octavo.states.gpu import GpuStates
 from octavo.states.reference import DELTA_INPUTS, ReferenceStates
@@ -67,7 +67,7 @@ def walked() -> None:
 
 def beside_prompts() -> None:
     """Rows of one token beside longer ones, of Mamba-2, have the bits that they have in steps of their own."""
-    decode = gpu.mamba2_decode
+    decode = mamba2_decode_gpu.mamba2_decode
     for dtype in (torch.bfloat16, torch.float32):
         case = rig.CASES["mamba2"](dtype, 2, 16, 1, 16)
         drawn = rig.draw_all(case, (67, 66, 131, 40))
@@ -78,7 +78,7 @@ def beside_prompts() -> None:
             rows.padded = padded
             for counts in steps:
                 for part in [{row: count} for row, count in counts.items()] if apart else [counts]:
-                    with unittest.mock.patch.object(gpu, "mamba2_decode", unittest.mock.MagicMock()) as launched:
+                    with unittest.mock.patch.object(mamba2_decode_gpu, "mamba2_decode", unittest.mock.MagicMock()) as launched:
                         launched.__getitem__.side_effect = decode.__getitem__
                         rows.compute(part)
                     assert launched.__getitem__.called == (1 in part.values() or padded > 0), part
@@ -142,6 +142,62 @@ def advanced_in_cuda(device: str = "cpu") -> None:
         for one, other in zip(found[0], others, strict=True):
             assert one.shape == other.shape
             assert (one - other).abs().max() <= (1e-2 * one.abs().max() if emulates else 0)
+
+
+def decoded_in_cuda(device: str = "cpu") -> None:
+    """Rows of Mamba-2 that decode by the kernel in CUDA C++, lanes on a CPU, beside Triton's: in blocks, groups and tasks.
+
+    On a CPU they are near each other: Triton's interpreter rounds to bfloat16 towards zero. Gates are alike.
+    """
+    emulates = device == "cpu"
+    for heads, groups in ((8, 2), (24, 1), (32, 2)) if emulates else ((128, 8), (24, 1)):
+        case, found = rig.CASES["mamba2"](torch.bfloat16, heads, 64, groups, 128), []
+        drawn = rig.draw_all(case, (129, 65, 64, 3))
+        move(case, device)
+        for copied, blocks in ((False, 0), (True, 1), (True, 7)) if emulates else ((False, 0), (True, 0)):
+            own = {"_COPIED": copied, "_FEWEST_ROWS": 0} | ({"agrees": lambda *_: True} if emulates else {})
+            where = decodes_emulated(blocks) if emulates else contextlib.nullcontext([])
+            with unittest.mock.patch.multiple(mamba2_decode, **own), where as launches:
+                rows = rig.Rows(case, GpuStates(), drawn, block_size=64, device=device)
+                rows.padded = 1
+                for counts in ({1: 64, 0: 63, 2: 62}, {3: 1, 1: 1, 0: 1, 2: 1}, {3: 1, 2: 1, 0: 64}, {3: 1, 0: 1}):
+                    rows.compute(counts)
+            assert launches == ["mamba2_decode"] * (4 if copied and emulates else 0), launches
+            kept = [store.data.float().nan_to_num() for store in rows.own.kept_inputs]
+            found.append([*(each.float() for each in rows.results), *kept])
+        for others in found[1:]:
+            for one, other in zip(found[0], others, strict=True):
+                assert one.shape == other.shape
+                assert (one - other).abs().max() <= (2e-2 * one.abs().max() if emulates else 0)
+
+
+def convolved_in_cuda(device: str = "cpu") -> None:
+    """Rows that decode, by the convolution in CUDA C++, lanes on a CPU, beside Triton's: one bit of bfloat16 at most.
+
+    Triton's interpreter rounds to bfloat16 towards zero. What is kept is the same.
+    """
+    emulates = device == "cpu"
+    for channels, width, silu in ((1100, 4, True), (96, 3, False)):
+        case, found = rig.CASES["conv"](torch.bfloat16, channels, width, silu), []
+        drawn = rig.draw_all(case, (131, 66, 64, 3, 5))
+        move(case, device)
+        for copied, parts in ((False, 0), (True, 1), (True, 3)) if emulates else ((False, 0), (True, 0)):
+            own = {"_COPIED": copied, "_FEWEST_ROWS": 0} | ({"agrees": lambda *_: True} if emulates else {})
+            where = convolves_emulated(parts) if emulates else contextlib.nullcontext([])
+            with unittest.mock.patch.multiple(conv_decode, **own), where as launches:
+                rows = rig.Rows(case, GpuStates(), drawn, block_size=64, device=device)
+                rows.padded = 1
+                steps = [{1: 62, 0: 62, 2: 62}, *[{4: 1, 3: 1, 1: 1, 0: 1, 2: 1}] * 2, {3: 1, 1: 1, 0: 1}, {1: 1}, {0: 63}]
+                for counts in [*steps, *[{0: 1}] * 3]:
+                    rows.compute(counts)
+            assert launches == ["conv_decode"] * (7 if copied and emulates else 0), launches
+            kept = [store.data.float().nan_to_num() for store in (*rows.own.states, *rows.own.kept_inputs)]
+            found.append([*(each.float() for each in rows.results), *kept])
+        for others in found[1:]:
+            for place, (one, other) in enumerate(zip(found[0], others, strict=True)):
+                assert one.shape == other.shape
+                near = emulates and place < len(drawn)
+                assert (one - other).abs().max() <= (8e-3 * one.abs().max() if near else 0)
 
 
 def advances_are_compared() -> None:
@@ -397,6 +453,8 @@ INTERPRETED = (
     | ({f"{len(each) - 1} kernels for prompts": lambda each=each: prompts_in_cuda(*each) for each in _OF_PROMPTS})
     | ({"kernels are compared": kernels_are_compared} if COMPILER else {})
     | ({"mamba2's states in one kernel": advanced_in_cuda} if COMPILER else {})
+    | ({"mamba2 decodes in one kernel": decoded_in_cuda} if COMPILER else {})
+    | ({"rows are convolved in one kernel": convolved_in_cuda} if COMPILER else {})
     | ({"what advances is compared": advances_are_compared} if COMPILER else {})
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}
 )

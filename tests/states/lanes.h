@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <vector>
 
 typedef unsigned int u32;
@@ -39,7 +40,8 @@ struct Lane {
     std::vector<Sent> sent;
     std::deque<std::vector<Sent>> sent_groups;
     u32 given[8];
-    int waits_for = 0;  // 0 nothing, 1 its warp, 2 + i `count` lanes at barrier i
+    int waits_for = 0;  // 0 nothing, 1 its warp, 2 + i `count` lanes at barrier i, -1 a barrier in memory
+    u32 barrier = 0, turn = 0;
     u32 count = 0;
     bool done = false;
 };
@@ -69,7 +71,22 @@ static void begin_lane() {
     lanes[current].done = true;
     swapcontext(&lanes[current].context, &scheduler);
 }
+// Barriers in shared memory; what is fetched arrives as late as it may.
+struct Fetched { u32 to; u64 from; u32 bytes; };
+struct Barrier { u32 count, left, turn; i64 bytes; std::vector<Fetched> open; };
+static std::map<u32, Barrier> barriers;
+static bool has_turned(u32 at, u32 turn) {
+    auto found = barriers.find(at);
+    if (found == barriers.end()) fprintf(stderr, "no barrier at %u\n", at), abort();
+    Barrier& own = found->second;
+    if (!own.left && !own.bytes) {
+        for (const Fetched& each : own.open) memcpy(memory + each.to, (void*)each.from, each.bytes);
+        own.open.clear(), own.left = own.count, own.turn ^= 1;
+    }
+    return own.turn != turn;
+}
 static void run_block(u32 threads) {
+    barriers.clear();
     lanes = std::vector<Lane>(threads);
     memset(memory, 0xff, sizeof memory);
     memset(heard, 0, sizeof heard);
@@ -82,6 +99,8 @@ static void run_block(u32 threads) {
     }
     for (bool moved = true; moved;) {
         moved = false;
+        for (u32 i = 0; i < threads; ++i)
+            if (lanes[i].waits_for == -1 && has_turned(lanes[i].barrier, lanes[i].turn)) lanes[i].waits_for = 0;
         for (u32 i = 0; i < threads; ++i) {
             if (lanes[i].done || lanes[i].waits_for) continue;
             current = i, moved = true;
@@ -151,6 +170,40 @@ template <int LEFT> static void was_read() {
         groups.pop_front();
     }
 }
+static void prepare(u32 barrier, u32 count) { barriers[barrier] = Barrier{count, count, 0, 0, {}}; }
+static void prepared() {}
+static void arrive(u32 barrier) {
+    has_turned(barrier, 0);
+    Barrier& own = barriers.at(barrier);
+    if (!own.left) fprintf(stderr, "one too many at barrier %u\n", barrier), abort();
+    --own.left;
+}
+static void arrive_behind_copies(u32 barrier) {
+    arrive(barrier);
+    for (const Copy& copy : lanes[current].open) barriers.at(barrier).open.push_back(Fetched{copy.to, copy.from, copy.bytes});
+    lanes[current].open.clear();
+}
+static void expect(u32 barrier, u32 bytes) {
+    has_turned(barrier, 0);
+    barriers.at(barrier).bytes += bytes;
+    arrive(barrier);
+}
+static void wait_for(u32 barrier, u32 turn) {
+    lanes[current].barrier = barrier, lanes[current].turn = turn;
+    meet(-1);
+}
+static void fetch(u32 to, u64 from, u32 bytes, u32 barrier) {
+    if (to % 16 || from % 16 || bytes % 16 || to + bytes > sizeof memory) fprintf(stderr, "a fetch of %u\n", bytes), abort();
+    memset(memory + to, 0xff, bytes);
+    Barrier& own = barriers.at(barrier);
+    own.bytes -= bytes, own.open.push_back(Fetched{to, from, bytes});
+}
+static void fetch_box(const Map&, u64 base, int line, u32 to, u32 barrier) {
+    if (to % 1024) fprintf(stderr, "a box at %u\n", to), abort();
+    for (u32 own = 0; own < 128; ++own)
+        for (u32 part = 0; part < 8; ++part)
+            fetch(to + own * 128 + (part ^ own % 8) * 16, base + ((i64)(line + own) * 8 + part) * 16, 16, barrier);
+}
 static u32 get(u32 at) { u32 x; memcpy(&x, memory + at, 4); return x; }
 static Two get2(u32 at) { Two x; if (at % 8) abort(); memcpy(&x, memory + at, 8); return x; }
 static Four get4(u32 at) { Four x; if (at % 16) abort(); memcpy(&x, memory + at, 16); return x; }
@@ -159,6 +212,9 @@ static void put2(u32 at, const Two& y) { if (at % 8) abort(); memcpy(memory + at
 static void put4(u32 at, const Four& y) { if (at % 16) abort(); memcpy(memory + at, &y, 16); }
 static Four read(u64 at) { Four y; if (at % 16) abort(); memcpy(&y, (void*)at, 16); return y; }
 static u32 read1(u64 at) { u32 x; if (at % 4) abort(); memcpy(&x, (void*)at, 4); return x; }
+static Two read2(u64 at) { Two y; if (at % 8) abort(); memcpy(&y, (void*)at, 8); return y; }
+static u32 read_half(u64 at) { u16 x; memcpy(&x, (void*)at, 2); return x; }
+static void write1(u64 at, u32 x) { if (at % 4) abort(); memcpy((void*)at, &x, 4); }
 static void write2(u64 at, const Two& y) { if (at % 8) abort(); memcpy((void*)at, &y, 8); }
 static void write(u64 at, const Four& y) { if (at % 16) abort(); memcpy((void*)at, &y, 16); }
 static int count_bits(u32 x) { return __builtin_popcount(x); }

@@ -21,15 +21,16 @@ from octavo.ops.scan import (
     DeltaOperands,
     Mamba1Operands,
     Mamba2Operands,
+    mamba2_decode_gpu,
 )
 from octavo.ops.scan.conv_decode_gpu import decode_convolution
 from octavo.ops.scan.conv_gpu import convolve_prompts, short_convolution
 from octavo.ops.scan.kept import form_of
 from octavo.ops.scan.mamba1_gpu import mamba1_scan
-from octavo.ops.scan.mamba2_decode_gpu import mamba2_decode, programs_of
+from octavo.ops.scan.mamba2_decode_gpu import programs_of
 from octavo.ops.scan.mamba2_gpu import mamba2_scan
 from octavo.ops.scan.mamba2_walk_gpu import mamba2_walk
-from octavo.states import composed, delta_gpu, mamba2_advance
+from octavo.states import composed, conv_decode, delta_gpu, mamba2_advance, mamba2_decode
 from octavo.states.base import LayerStates
 from octavo.states.launches import FEW, PLAIN, Told, gates, has_prompts, is_streamable, kind_of, precision
 from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
@@ -72,17 +73,10 @@ class GpuStates:
         """See StateBackend."""
         (width, channels), step = conv.weight.shape, own.inputs
         out, num_rows = x.new_empty(x.shape), len(step.rows)
-        bias = conv.weight if conv.bias is None else conv.bias
         if step.max_query_len == 1 and (told := self._tell_lines(own, channels)) is not None:
-            tile = min(_DECODE_CHANNELS * (1 + (num_rows >= FEW)), padded_length(channels))
-            decode_convolution[-(-channels // tile), num_rows](
-                x, x.stride(0), conv.weight, bias, out, step.rows, step.query_start, step.seq_lens,
-                *told.tables, *told.kept, *told.firsts,
-                CHANNELS=channels, TILE=tile, WIDTH=width, CHUNK=own.chunk, BLOCK=own.block_size,
-                STATE_FORM=told.forms[0], INPUT_FORM=told.forms[1], HAS_BIAS=conv.bias is not None, SILU=conv.silu,
-                num_warps=4, **chained(x.device), **PLAIN,
-            )  # fmt: skip
+            conv_decode.convolve(own, told, conv, x, out, functools.partial(_convolve_plainly, conv))
             return out
+        bias = conv.weight if conv.bias is None else conv.bias
         told = self._tell(own, "conv", ("conv",), ("conv",), (1, 1))
         is_long = has_prompts(step)
         tokens = min(_CONV_TOKENS, own.chunk) if is_long else 1 if step.max_query_len == 1 else 8
@@ -129,21 +123,8 @@ class GpuStates:
         self, own: LayerStates, scan: Mamba2Operands, xbc: Tensor, dt: Tensor, num_rows: int, out: Tensor
     ) -> None:
         """Of the first `num_rows` rows, those of one token."""
-        told, step, size = self._tell_mamba2(own, scan), own.inputs, scan.head_size
-        wide, warps = _mamba2_tile(size, "decode", scan.state_size, xbc)
-        is_half = told.kept[0].dtype.itemsize == 2 or _is_parted(told.kept[0], xbc)
-        tiles, stream = -(-size // wide), _STREAMS[is_half and scan.state_size <= _MOST_STATES]
-        if xbc.dtype is torch.float32:
-            stream = stream._replace(warps=warps, stages=1, registers=None)
-        programs = programs_of(scan.num_heads, num_rows, stream.room, tiles) * tiles
-        one = programs == scan.num_heads * tiles
-        mamba2_decode[programs, num_rows](
-            xbc, xbc.stride(0), dt, dt.stride(0), scan.decay, scan.dt_bias, scan.dt_min, scan.dt_max, scan.skip, out,
-            step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
-            **_mamba2_shape(own, scan, told, xbc, wide), STAGES=1 if one else stream.stages, ONE=one,
-            maxnreg=None if one else stream.registers, num_warps=warps if one else stream.warps, num_stages=1,
-            **chained(xbc.device), **PLAIN,
-        )  # fmt: skip
+        told = self._tell_mamba2(own, scan)
+        mamba2_decode.decode(own, told, scan, (xbc, dt), num_rows, out, functools.partial(_decode_plainly, scan))
         places = [each.data_ptr() for each in (told.tables[0], told.tables[2], *told.kept)]
         alike = told.forms, scan.num_heads, scan.num_groups, *places
         own.step.leave(alike, functools.partial(self._advance_mamba2, own, scan, num_rows), told.firsts)
@@ -271,6 +252,40 @@ class GpuStates:
                 )
             self._told[own, name] = Told(tuple(store.data for store in stores), found, firsts, tables)
         return self._told[own, name]
+
+
+def _convolve_plainly(conv: ConvOperands, own: LayerStates, told: Told, x: Tensor, out: Tensor) -> None:
+    """Rows of one token, by Triton's kernel."""
+    (width, channels), step, num_rows = conv.weight.shape, own.inputs, len(own.inputs.rows)
+    tile = min(_DECODE_CHANNELS * (1 + (num_rows >= FEW)), padded_length(channels))
+    decode_convolution[-(-channels // tile), num_rows](
+        x, x.stride(0), conv.weight, conv.weight if conv.bias is None else conv.bias, out,
+        step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
+        CHANNELS=channels, TILE=tile, WIDTH=width, CHUNK=own.chunk, BLOCK=own.block_size,
+        STATE_FORM=told.forms[0], INPUT_FORM=told.forms[1], HAS_BIAS=conv.bias is not None, SILU=conv.silu,
+        num_warps=4, **chained(x.device), **PLAIN,
+    )  # fmt: skip
+
+
+def _decode_plainly(
+    scan: Mamba2Operands, own: LayerStates, told: Told, xbc: Tensor, dt: Tensor, num_rows: int, out: Tensor
+) -> None:
+    """Of the first `num_rows` rows, those of one token, by Triton's kernel."""
+    step, size = own.inputs, scan.head_size
+    wide, warps = _mamba2_tile(size, "decode", scan.state_size, xbc)
+    is_half = told.kept[0].dtype.itemsize == 2 or _is_parted(told.kept[0], xbc)
+    tiles, stream = -(-size // wide), _STREAMS[is_half and scan.state_size <= _MOST_STATES]
+    if xbc.dtype is torch.float32:
+        stream = stream._replace(warps=warps, stages=1, registers=None)
+    programs = programs_of(scan.num_heads, num_rows, stream.room, tiles) * tiles
+    one = programs == scan.num_heads * tiles
+    mamba2_decode_gpu.mamba2_decode[programs, num_rows](
+        xbc, xbc.stride(0), dt, dt.stride(0), scan.decay, scan.dt_bias, scan.dt_min, scan.dt_max, scan.skip, out,
+        step.rows, step.query_start, step.seq_lens, *told.tables, *told.kept, *told.firsts,
+        **_mamba2_shape(own, scan, told, xbc, wide), STAGES=1 if one else stream.stages, ONE=one,
+        maxnreg=None if one else stream.registers, num_warps=warps if one else stream.warps, num_stages=1,
+        **chained(xbc.device), **PLAIN,
+    )  # fmt: skip
 
 
 def _mamba2_shape(own: LayerStates, scan: Mamba2Operands, told: Told, x: Tensor, wide: int) -> dict[str, Any]:

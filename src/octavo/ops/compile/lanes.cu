@@ -42,6 +42,37 @@ __device__ inline void send_box(const Map& map, u64, int column, int line, u32 f
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
                  :: "l"((u64)&map), "r"(column), "r"(line), "r"(from) : "memory");
 }
+// Into shared memory: told of at a barrier there, where waits who needs it. A barrier's turn ends when as many arrived as
+// it was prepared for, and all bytes that they expect; one who waits names the turn, 0 or 1.
+__device__ inline void prepare(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(count) : "memory");
+}
+__device__ inline void prepared() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+__device__ inline void arrive_behind_copies(u32 barrier) {  // when all that the lane asked for by `copy16` is there
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(barrier) : "memory");
+}
+__device__ inline void expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+__device__ inline void wait_for(u32 barrier, u32 turn) {
+    asm volatile(
+        "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }"
+        :: "r"(barrier), "r"(turn) : "memory");
+}
+__device__ inline void fetch(u32 to, u64 from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+// 128 lines of 64 numbers of 16 bits, whose parts of 16 bytes lie by exclusive or with the line's number.
+__device__ inline void fetch_box(const Map& map, u64, int line, u32 to, u32 barrier) {  // what leaves the L2 first
+    asm volatile(
+        "{ .reg .b64 once; createpolicy.fractional.L2::evict_first.b64 once, 1.0;"
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], once; }"
+        :: "r"(to), "l"((u64)&map), "r"(0), "r"(line), "r"(barrier) : "memory");
+}
 __device__ inline void commit_sent() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ inline void was_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(LEFT) : "memory");
@@ -82,6 +113,17 @@ __device__ inline u32 read1(u64 at) {
     asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
     return x;
 }
+__device__ inline Two read2(u64 at) {
+    Two y;
+    asm volatile("ld.global.v2.b32 {%0, %1}, [%2];" : "=r"(y.x[0]), "=r"(y.x[1]) : "l"(at) : "memory");
+    return y;
+}
+__device__ inline u32 read_half(u64 at) {  // 16 bits
+    u16 x;
+    asm volatile("ld.global.b16 %0, [%1];" : "=h"(x) : "l"(at) : "memory");
+    return x;
+}
+__device__ inline void write1(u64 at, u32 x) { asm volatile("st.global.b32 [%0], %1;" :: "l"(at), "r"(x) : "memory"); }
 __device__ inline void write2(u64 at, const Two& y) {
     asm volatile("st.global.v2.b32 [%0], {%1, %2};" :: "l"(at), "r"(y.x[0]), "r"(y.x[1]) : "memory");
 }
