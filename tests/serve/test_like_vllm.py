@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import octavo
 from octavo.serve.api import protocol
 from octavo.serve.api.legacy import with_tools
 from octavo.serve.api.protocol import ChatRequest, CompletionRequest
@@ -90,6 +93,30 @@ def test_a_chat_may_ask_for_the_tokenizers_special_tokens(mock_server: RunningSe
     plain = ask(mock_server, CHAT, **asked)
     added = ask(mock_server, CHAT, **asked, add_special_tokens=True)
     assert added["prompt_token_ids"] == plain["prompt_token_ids"] and "warnings" not in added
+
+
+def test_tokenize_adds_special_tokens_as_the_routes_that_generate_do(start_server: StartServer, tmp_path: Path) -> None:
+    """With messages it added none whatever was asked: a count of what a chat with them would see was one short."""
+    tiny = Path(octavo.__file__).parent / "assets/octavo-tiny"
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    config = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    start: dict[str, Any] = {"id": "<|endoftext|>", "type_id": 0}
+    config["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": start}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(config), encoding="utf-8")
+    server = start_server(str(folder))
+    for path, asked, usual in ((CHAT, {"messages": HI}, False), (COMPLETIONS, {"prompt": "hi"}, True)):
+        for given in (None, False, True, "true", "False"):
+            special = {} if given is None else {"add_special_tokens": given}
+            reply = ask(server, path, **asked, **special, max_tokens=1, return_token_ids=True)
+            made = reply["prompt_token_ids"] if path == CHAT else reply["choices"][0]["prompt_token_ids"]
+            tokens = ask(server, "/tokenize", **asked, **special)["tokens"]
+            assert tokens == made, (path, given)
+            assert (tokens[0] == 0) == (usual if given is None else given in (True, "true")), (path, given)
 
 
 def test_tools_stay_in_the_prompt_where_none_may_be_called(start_server: StartServer, tmp_path: Path) -> None:

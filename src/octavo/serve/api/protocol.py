@@ -117,7 +117,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: Any = None
     messages: Any = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None  # None: around a prompt, and not beside what a chat template writes
     return_token_strs: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -235,7 +235,9 @@ def read(kind: type[_S], body: Mapping[str, Any], *, strict: bool, sampling: fro
 def _flags_of(kind: Hashable) -> frozenset[str]:
     """The fields of a request that are true or false."""
     return frozenset(
-        field.name for field in msgspec.structs.fields(cast(type[msgspec.Struct], kind)) if field.type is bool
+        field.name
+        for field in msgspec.structs.fields(cast(type[msgspec.Struct], kind))
+        if field.type in (bool, bool | None)
     )
 
 
