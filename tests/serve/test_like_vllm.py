@@ -87,6 +87,30 @@ def test_vllm_xargs_are_extra_args(kind: Any) -> None:
         read({"vllm_xargs": {"a": 1}, "extra_args": {"a": 1}})
 
 
+@pytest.mark.parametrize(
+    "path, ids", [("/inference/v1/generate", {"token_ids": [5, 6]}), ("/generate", {"input_ids": [5, 6]})]
+)
+def test_vllm_xargs_are_extra_args_where_sampling_parameters_are_an_object(
+    mock_server: RunningServer, path: str, ids: dict[str, Any]
+) -> None:
+    """They were unknown there and told of as ignored, beside the extra_args that were taken."""
+    inside: dict[str, Any] = {"extra_args": {"a": 1}, "vllm_xargs": {"b": [2]}}
+    reply = mock_server.post(path, ids | {"sampling_params": inside, "vllm_xargs": {"c": 3}})
+    assert reply.status == 200 and "unknown field" not in reply.body.decode()
+    large = {"d": "x" * (1 << 20)}
+    for body, param, code in (
+        ({"sampling_params": {"vllm_xargs": 5}}, "sampling_params.vllm_xargs", "invalid_type"),
+        ({"vllm_xargs": 5}, "vllm_xargs", "invalid_type"),
+        ({"sampling_params": inside | {"vllm_xargs": {"a": 2}}}, "sampling_params.vllm_xargs.a", "conflicting"),
+        ({"sampling_params": inside, "vllm_xargs": {"b": 2}}, "vllm_xargs.b", "conflicting"),
+        ({"sampling_params": {"vllm_xargs": large}}, "extra_args", "out_of_range"),
+        ({"vllm_xargs": large}, "extra_args", "out_of_range"),
+    ):
+        reply = mock_server.post(path, ids | body)
+        error = reply.json()["error"]
+        assert (reply.status, error["param"], error["code"]) == (400, param, code), error
+
+
 def test_a_chat_may_ask_for_the_tokenizers_special_tokens(mock_server: RunningServer) -> None:
     """The bundled tokenizer has none to add; what is added, `tests/text/test_text_sandbox.py` says."""
     asked = {"messages": HI, "max_tokens": 1, "return_token_ids": True}
