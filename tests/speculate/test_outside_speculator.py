@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.speculate import NoSpeculator
 from octavo.speculate.step import DraftStep
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/adding.md"
@@ -53,25 +54,13 @@ class NoText(Exception):
         raise ValueError("no text")
 
 
-class Wrong:
+class Wrong(NoSpeculator):
     """Drafts once as it should, then does what `then` says."""
 
-    taps = layer_specs = ()
-    num_next_tokens = num_lookahead = 0
-    captures = False
     then: Any = None
 
     def __init__(self, config: Any) -> None:
         self.num_drafts, self._num_steps = config.num_speculative_tokens, 0
-
-    def load(self, target: Any, resolved: Any) -> int:
-        return 0
-
-    def identity(self) -> str:
-        return ""
-
-    def allocate(self, batches: Any) -> None:
-        """Nothing is kept."""
 
     def propose(self, step: DraftStep) -> None:
         self._num_steps += 1
