@@ -12,6 +12,7 @@ import pytest
 
 from engine_checks import GOOD_PROMPT, GREEDY, assert_idle, good_tokens
 from octavo import LLM, SamplingParams
+from octavo.request.validation import ParameterError
 from patience import patient
 
 Octavo = Callable[..., tuple[int, str, str]]
@@ -213,6 +214,15 @@ def test_one_bad_prompt_stops_the_good_ones_before_they_start(llm: LLM, good: li
         llm.generate(["fine", "fine too", " a" * 2100], GREEDY)
     with pytest.raises(ValueError, match=r"^messages\[1\]\[0\]: role must be"):
         llm.chat([[USER], [{"role": "<root>", "content": "a"}]], GREEDY)
+    refusing = "{% if messages[1] %}{{ raise_exception('one, please') }}{% endif %}{{ messages[0].content }}"
+    with pytest.raises(ValueError, match=r"^messages\[1\]: template_failed: one, please$") as caught:
+        llm.chat([[USER], [USER, USER], [USER]], GREEDY, chat_template=refusing)
+    assert isinstance(caught.value, ParameterError) and caught.value.code == "template_failed"
+    with pytest.raises(ValueError, match=r"^template_failed: one, please$"):
+        llm.chat([USER, USER], GREEDY, chat_template=refusing)
+    marked = {"role": "user", "content": "a\ufdd2"}
+    with pytest.raises(ValueError, match=r"^messages\[1\]: continue_final_message: messages may not hold"):
+        llm.chat([[USER], [marked]], GREEDY, continue_final_message=True, add_generation_prompt=False)
     with pytest.raises(ValueError, match=r"^min_tokens: "):  # known only when the second prompt has been added
         llm.generate(["fine", [5] * 2040], SamplingParams(min_tokens=16))
     assert llm.engine.scheduler.num_scheduled_tokens == before

@@ -24,6 +24,7 @@ from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import RepetitionDetectionParams, SamplingParams, StructuredOutputsParams
 from octavo.request.thinking import Thinking
 from octavo.sched.drafts import Drafting
+from octavo.speculate import NoSpeculator
 from octavo.speculate.step import DraftStep
 from random_models import DEEPSEEK, GEMMA, settings_of, token_prompts
 
@@ -32,26 +33,15 @@ PROMPTS = ["def add(a, b):\n", "import os\nimport sys\n", "class Tree:\n    def"
 LONG = "\n".join(f"value_{i} = {i * i}  # the square of {i}" for i in range(12))
 
 
-class Oracle:
+class Oracle(NoSpeculator):
     """Proposes what `answers` say comes next, each draft wrong with a probability."""
 
     num_drafts = K
-    taps = layer_specs = ()
-    num_next_tokens, num_lookahead, captures = 0, 0, False
 
     def __init__(self) -> None:
         self.answers: list[list[int]] = []  # prompts with their outputs
         self.wrong = 0.0
         self._random = random.Random(5)
-
-    def load(self, target: Any, resolved: Any) -> int:
-        return 0
-
-    def identity(self) -> str:
-        return ""
-
-    def allocate(self, batches: Any) -> None:
-        """Nothing is kept."""
 
     def propose(self, step: DraftStep) -> None:
         tokens, totals = step.table.token_ids, step.table.total_len

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import _thread
+import asyncio
+import contextlib
+import ctypes
+import faulthandler
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -42,6 +47,74 @@ def _hold(seconds: float, *numbers: int) -> None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(0.01)
+
+
+class _Action(ctypes.Structure):
+    """What the system keeps of a handler: glibc's struct sigaction."""
+
+    _fields_ = (
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_ulong * 16),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )
+
+
+def _actions(*numbers: int) -> list[tuple[int, int]]:
+    """Address and flags of handlers."""
+    action, read = _Action(), list[tuple[int, int]]()
+    for number in numbers:
+        assert ctypes.PyDLL(None).sigaction(number, None, ctypes.byref(action)) == 0
+        read.append((action.handler, action.flags))
+    return read
+
+
+def test_signals_of_an_event_loop_wake_it_and_restart_calls_as_ever() -> None:
+    """The wake-up came, but the flags were Python's own from the first step on: C code had calls that broke off."""
+    told: list[int] = []
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGALRM):
+            loop.add_signal_handler(number, told.append, number)
+        actions = _actions(signal.SIGTERM, signal.SIGALRM)
+        assert all(flags & 0x10000000 for _, flags in actions), "SA_RESTART"
+        _hold(0.05, signal.SIGTERM, signal.SIGALRM)
+        assert _actions(signal.SIGTERM, signal.SIGALRM) == actions
+        with HeldSignals():
+            assert _actions(signal.SIGTERM, signal.SIGALRM) == actions
+        await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+    assert sorted(told) == sorted([signal.SIGTERM, signal.SIGALRM])
+
+
+@pytest.mark.parametrize("chain", [False, True])
+def test_a_handler_in_c_stays_and_dumps_at_once(limited: list[int], tmp_path: Path, chain: bool) -> None:
+    """faulthandler's was gone after a step."""
+    with (tmp_path / "dump").open("w+") as file:
+        faulthandler.register(signal.SIGALRM, file, chain=chain)
+        try:
+            for number in (1, 2):
+                with pytest.raises(_TooLongError) if chain else contextlib.nullcontext(), HeldSignals():
+                    signal.raise_signal(signal.SIGALRM)
+                    file.seek(0)
+                    assert file.read().count("test_a_handler_in_c") == number
+                assert len(limited) == number * chain
+        finally:
+            faulthandler.unregister(signal.SIGALRM)
+
+
+def test_a_handler_in_c_that_is_set_within_stays(limited: list[int], tmp_path: Path) -> None:
+    with (tmp_path / "dump").open("w+") as file:
+        with HeldSignals():
+            faulthandler.register(signal.SIGALRM, file)
+        try:
+            signal.raise_signal(signal.SIGALRM)
+            file.seek(0)
+            assert "test_a_handler_in_c" in file.read() and not limited
+        finally:
+            faulthandler.unregister(signal.SIGALRM)
 
 
 def test_what_a_handler_raises_waits_and_all_are_handled(limited: list[int]) -> None:

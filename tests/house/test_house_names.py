@@ -14,7 +14,7 @@ from house import files, modules, tree
 PROTOCOLS = {
     "connection_made", "connection_lost", "data_received", "eof_received", "pause_writing",  # asyncio's
     "on_message_begin", "on_url", "on_header", "on_chunk_header", "on_message_complete", "on_response_complete",
-    "_start_asgi_task", "capture_signals",  # uvicorn's and httptools'
+    "_start_asgi_task", "appendleft", "capture_signals",  # uvicorn's and httptools'
     "maybe_append_choice",  # torch's templates
     "batched_from_gpu", "batched_to_gpu", "get_shape",  # LMCache's
 }  # fmt: skip

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
 from octavo.request.request import NUM_RECENT, Request, RequestRows
+from octavo.request.sampling_params import SamplingParams
 from sched_harness import Driver, full, make_request, make_scheduler
 from step_words import blocks_by_row
 
@@ -88,6 +90,33 @@ def test_rows_keep_what_they_are_given_until_their_requests_take_it() -> None:
         if rng.integers(8) == 0:
             assert requests[row].tokens == known[row]
     assert [request.tokens for request in requests] == known and min(map(len, known)) > 3 * NUM_RECENT
+
+
+def test_what_rows_have_not_come_to_takes_no_memory() -> None:
+    """Each row had half a page to itself, of which a short answer wrote a line."""
+    num_rows, num_tokens = 2000, 24
+    rows, params = RequestRows(2 * num_rows), make_request(1).params
+    requests = [Request(str(row), [row] * 2, params, max_tokens=99, seed=0) for row in range(num_rows)]
+    for row, request in enumerate(requests):
+        request.check_from = 99
+        request.enter(rows, row)
+    for _ in range(num_tokens):
+        rows.append(np.arange(num_rows), np.full(num_rows, 7))
+    pages = rows.cells.reshape(-1, 1024)  # of 4 KB
+    assert np.count_nonzero(pages.any(axis=1)) * 4096 <= 2 * 4 * num_rows * (num_tokens + 1)
+    assert all(request.tokens == [row] * 2 + [7] * num_tokens for row, request in enumerate(requests))
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_requests_without_stop_tokens_share_their_sets(ignore_eos: bool) -> None:
+    """An empty set takes 216 bytes, of which a request had three."""
+    params, eos = SamplingParams(ignore_eos=ignore_eos), frozenset({1, 2})
+    one, two = (Request(name, [1], params, max_tokens=9, seed=0, eos_token_ids=eos) for name in "ab")
+    for name in ("eos_token_ids", "stop_token_ids", "end_token_ids"):
+        assert getattr(one, name) is getattr(two, name), name
+    assert one.end_token_ids == (frozenset() if ignore_eos else eos) and not one.stop_token_ids
+    stops = msgspec.structs.replace(params, stop_token_ids=[3])
+    assert Request("c", [1], stops, max_tokens=9, seed=0, eos_token_ids=eos).end_token_ids == one.end_token_ids | {3}
 
 
 def test_more_tokens_at_once_than_a_row_keeps_are_no_run() -> None:

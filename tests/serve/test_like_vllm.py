@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import octavo
 from octavo.serve.api import protocol
 from octavo.serve.api.legacy import with_tools
 from octavo.serve.api.protocol import ChatRequest, CompletionRequest
@@ -84,12 +87,60 @@ def test_vllm_xargs_are_extra_args(kind: Any) -> None:
         read({"vllm_xargs": {"a": 1}, "extra_args": {"a": 1}})
 
 
+@pytest.mark.parametrize(
+    "path, ids", [("/inference/v1/generate", {"token_ids": [5, 6]}), ("/generate", {"input_ids": [5, 6]})]
+)
+def test_vllm_xargs_are_extra_args_where_sampling_parameters_are_an_object(
+    mock_server: RunningServer, path: str, ids: dict[str, Any]
+) -> None:
+    """They were unknown there and told of as ignored, beside the extra_args that were taken."""
+    inside: dict[str, Any] = {"extra_args": {"a": 1}, "vllm_xargs": {"b": [2]}}
+    reply = mock_server.post(path, ids | {"sampling_params": inside, "vllm_xargs": {"c": 3}})
+    assert reply.status == 200 and "unknown field" not in reply.body.decode()
+    large = {"d": "x" * (1 << 20)}
+    for body, param, code in (
+        ({"sampling_params": {"vllm_xargs": 5}}, "sampling_params.vllm_xargs", "invalid_type"),
+        ({"vllm_xargs": 5}, "vllm_xargs", "invalid_type"),
+        ({"sampling_params": inside | {"vllm_xargs": {"a": 2}}}, "sampling_params.vllm_xargs.a", "conflicting"),
+        ({"sampling_params": inside, "vllm_xargs": {"b": 2}}, "vllm_xargs.b", "conflicting"),
+        ({"sampling_params": {"vllm_xargs": large}}, "extra_args", "out_of_range"),
+        ({"vllm_xargs": large}, "extra_args", "out_of_range"),
+    ):
+        reply = mock_server.post(path, ids | body)
+        error = reply.json()["error"]
+        assert (reply.status, error["param"], error["code"]) == (400, param, code), error
+
+
 def test_a_chat_may_ask_for_the_tokenizers_special_tokens(mock_server: RunningServer) -> None:
     """The bundled tokenizer has none to add; what is added, `tests/text/test_text_sandbox.py` says."""
     asked = {"messages": HI, "max_tokens": 1, "return_token_ids": True}
     plain = ask(mock_server, CHAT, **asked)
     added = ask(mock_server, CHAT, **asked, add_special_tokens=True)
     assert added["prompt_token_ids"] == plain["prompt_token_ids"] and "warnings" not in added
+
+
+def test_tokenize_adds_special_tokens_as_the_routes_that_generate_do(start_server: StartServer, tmp_path: Path) -> None:
+    """With messages it added none whatever was asked: a count of what a chat with them would see was one short."""
+    tiny = Path(octavo.__file__).parent / "assets/octavo-tiny"
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    config = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    start: dict[str, Any] = {"id": "<|endoftext|>", "type_id": 0}
+    config["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": start}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(config), encoding="utf-8")
+    server = start_server(str(folder))
+    for path, asked, usual in ((CHAT, {"messages": HI}, False), (COMPLETIONS, {"prompt": "hi"}, True)):
+        for given in (None, False, True, "true", "False"):
+            special = {} if given is None else {"add_special_tokens": given}
+            reply = ask(server, path, **asked, **special, max_tokens=1, return_token_ids=True)
+            made = reply["prompt_token_ids"] if path == CHAT else reply["choices"][0]["prompt_token_ids"]
+            tokens = ask(server, "/tokenize", **asked, **special)["tokens"]
+            assert tokens == made, (path, given)
+            assert (tokens[0] == 0) == (usual if given is None else given in (True, "true")), (path, given)
 
 
 def test_tools_stay_in_the_prompt_where_none_may_be_called(start_server: StartServer, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.speculate import NoSpeculator
 from octavo.speculate.step import DraftStep
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/adding.md"
@@ -53,25 +54,13 @@ class NoText(Exception):
         raise ValueError("no text")
 
 
-class Wrong:
+class Wrong(NoSpeculator):
     """Drafts once as it should, then does what `then` says."""
 
-    taps = layer_specs = ()
-    num_next_tokens = num_lookahead = 0
-    captures = False
     then: Any = None
 
     def __init__(self, config: Any) -> None:
         self.num_drafts, self._num_steps = config.num_speculative_tokens, 0
-
-    def load(self, target: Any, resolved: Any) -> int:
-        return 0
-
-    def identity(self) -> str:
-        return ""
-
-    def allocate(self, batches: Any) -> None:
-        """Nothing is kept."""
 
     def propose(self, step: DraftStep) -> None:
         self._num_steps += 1
@@ -85,6 +74,32 @@ class Wrong:
 
 
 WRONG = [KeyError, NoText, SystemExit, KeyboardInterrupt, -1, 2**31 + 5, 1 << 62, float("nan"), float("inf")]
+
+
+class Direct(NoSpeculator):
+    """Writes the table by itself, as far as it goes, and raises where that is -5."""
+
+    draft: Any = None
+
+    def __init__(self, config: Any) -> None:
+        self.num_drafts = config.num_speculative_tokens
+
+    def propose(self, step: DraftStep) -> None:
+        for row in step.batch.rows.tolist():
+            step.table.token_ids[row, int(step.table.total_len[row]) :] = self.draft
+        if self.draft == -5:
+            raise ValueError("behind what it wrote")
+
+
+@pytest.mark.parametrize("draft", [-1, -5, -(2**31), 4096, 2**31 - 1])
+def test_whatever_a_speculator_writes_by_itself_outputs_are_as_ever(
+    draft: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what went through DraftStep.write was looked at: the rest was read behind the embedding's end."""
+    plain, _ = answers()
+    monkeypatch.setattr(Direct, "draft", draft)
+    own = {"method": f"{__name__}:Direct", "num_speculative_tokens": 4, "adaptive_depth": False}
+    assert answers(speculative_config=own)[0] == plain
 
 
 @pytest.mark.parametrize("then", WRONG, ids=str)

@@ -13,6 +13,7 @@ from octavo.request.validation import ParameterError
 
 _T = TypeVar("_T")
 _OF_PROMPTS = ("prompt", "messages")  # fields of errors that are about a prompt, not about parameters
+_OF_CHATS = ("template_failed", "invalid_message")  # codes of such, whatever their field
 
 
 class TextPrompt(TypedDict):
@@ -38,10 +39,12 @@ def for_each(argument: str, read: Callable[..., _T], *columns: Iterable[Any]) ->
             done.append(read(*row))
     except ParameterError as error:
         name, bracket, rest = error.field.partition("[")
-        if len(rows) == 1 or name not in _OF_PROMPTS:
+        if len(rows) == 1 or (name not in _OF_PROMPTS and error.code not in _OF_CHATS):
             raise
-        field = f"{argument}[{len(done)}]{bracket}{rest}"
-        raise ParameterError(field, str(error).removeprefix(f"{error.field}: "), error.code) from None
+        place, said = f"{argument}[{len(done)}]", str(error)
+        if name in _OF_PROMPTS:
+            place, said = f"{place}{bracket}{rest}", said.removeprefix(f"{error.field}: ")
+        raise ParameterError(place, said, error.code) from None
     return done
 
 

@@ -54,7 +54,7 @@ class RequestRows:
         "_runs",
         "cells",
         "check_at",
-        "first_cell",
+        "first_place",
         "max_len",
         "max_new",
         "needs_update",
@@ -76,14 +76,15 @@ class RequestRows:
         self.check_at = self._numbers[4]  # num_tokens from which a new token needs a look at its request
         self.num_entered = self._numbers[5]  # num_tokens at the row's beginning
         self.num_reserved = self._numbers[6]  # tokens that its blocks have room for, or fewer; of drafts alone
-        self.first_cell = self._numbers[7]  # token p, if it is new, is in cell first_cell + p
+        self.first_place = self._numbers[7]  # token p, if it is new, is in cells[first_place + p, row]
         self.needs_update = np.zeros(num_rows, np.bool_)  # every new token needs one
-        self.cells = np.zeros(num_rows * NUM_RECENT, "<i4")  # NUM_RECENT for each row; behind its tokens is anything
+        # Behind a row's tokens is anything. A column for each row, so that what rows have not come to takes no memory.
+        self.cells = np.zeros((NUM_RECENT, num_rows), "<i4")
         self.max_new = max_new
-        # [c]: the cells from c on, as many as a run has; they overlap
-        self._runs = np.lib.stride_tricks.as_strided(
-            self.cells, (max(len(self.cells) - max_new + 1, 0), max_new), self.cells.strides * 2
-        )
+        # [place, row]: the row's cells from that place on, as many as a run has; they overlap
+        down, across = self.cells.strides
+        shape = (NUM_RECENT - max_new + 1, num_rows, max_new)
+        self._runs = np.lib.stride_tricks.as_strided(self.cells, shape, (down, across, down))
 
     def advance(self, counts: IntArray | int) -> None:
         """Count so many tokens of each row, [num_rows], as computed, and as many more as known: those in flight."""
@@ -92,7 +93,7 @@ class RequestRows:
     def append(self, rows: IntArray, tokens: IntArray) -> IntArray:
         """One more token each for `rows`, [S] both. Returns the new `num_tokens` of each."""
         lengths = self.num_tokens[rows]
-        self.cells[self.first_cell[rows] + lengths] = tokens
+        self.cells[self.first_place[rows] + lengths, rows] = tokens
         lengths += 1
         self.num_tokens[rows] = lengths
         return lengths
@@ -103,8 +104,8 @@ class RequestRows:
         All of tokens[i] is written: what does not count is behind the row's tokens.
         """
         lengths, width = self.num_tokens[rows], tokens.shape[1]
-        cells = self._runs if width == self.max_new else self._runs[:, :width]
-        cells[self.first_cell[rows] + lengths] = tokens
+        cells = self._runs if width == self.max_new else self._runs[:, :, :width]
+        cells[self.first_place[rows] + lengths, rows] = tokens
         self.num_tokens[rows] = lengths + counts
 
     def clear(self, row: int) -> None:
@@ -114,6 +115,7 @@ class RequestRows:
 
 
 _NO_ROWS = RequestRows(0)
+_NO_TOKENS = frozenset[int]()  # the one: another empty set would take 216 bytes
 
 
 class Request:
@@ -162,7 +164,7 @@ class Request:
         *,
         max_tokens: int,
         seed: int,
-        eos_token_ids: frozenset[int] = frozenset(),
+        eos_token_ids: frozenset[int] = _NO_TOKENS,
         priority: int = 0,
         cache_salt: str = "",
         coalesce_updates: bool = False,
@@ -183,10 +185,11 @@ class Request:
         self.seed = seed
         # a structured output may be followed by EOS alone once it is complete, so there EOS always ends it
         goes_on = params.ignore_eos and params.structured_outputs is None
-        self.eos_token_ids = frozenset() if goes_on else eos_token_ids  # that end it
+        self.eos_token_ids = _NO_TOKENS if goes_on else eos_token_ids  # that end it
         self.model_eos_token_ids = eos_token_ids  # min_tokens forbids them whether or not they would end it
-        self.stop_token_ids = frozenset(params.stop_token_ids or ())
-        self.end_token_ids = self.eos_token_ids | self.stop_token_ids  # one look-up per token tells whether it may end
+        self.stop_token_ids = frozenset(params.stop_token_ids) if params.stop_token_ids else _NO_TOKENS
+        # one look-up per token tells whether it may end
+        self.end_token_ids = self.eos_token_ids | self.stop_token_ids if self.stop_token_ids else self.eos_token_ids
         self.check_from = 0  # known tokens from which any token may end it; set with `max_tokens` by the scheduler
         self.priority = priority
         self.cache_salt = cache_salt
@@ -296,9 +299,9 @@ class Request:
     def packed(self, start: int, end: int) -> bytes:
         """Known tokens start .. end - 1 as 32-bit words, little-endian."""
         if self.row >= 0:
-            first = self._rows.first_cell.item(self.row) + start
-            if first >= self.row * NUM_RECENT:
-                return self._rows.cells[first : first + end - start].tobytes()
+            first = self._rows.first_place.item(self.row) + start
+            if first >= 0:
+                return self._rows.cells[first : first + end - start, self.row].tobytes()
         return np.array(self.tokens[start:end], "<i4").tobytes()
 
     @property
@@ -323,11 +326,11 @@ class Request:
         """Take the tokens that only the row has."""
         start, end = len(self._tokens), self._rows.num_tokens.item(self.row)
         if start < end:
-            first = self._rows.first_cell.item(self.row)
-            self._tokens += self._rows.cells[first + start : first + end].tolist()
+            first = self._rows.first_place.item(self.row)
+            self._tokens += self._rows.cells[first + start : first + end, self.row].tolist()
 
     def _begin_line(self) -> None:
-        """Let the row's next token be in its first cell."""
+        """Let the row's next token be in its first place."""
         rows, row, num_tokens = self._rows, self.row, len(self._tokens)
-        rows.first_cell[row] = row * NUM_RECENT - num_tokens
+        rows.first_place[row] = -num_tokens
         rows.check_at[row] = min(self.check_from, num_tokens + NUM_RECENT - rows.max_new - row % _EARLIER)

@@ -32,6 +32,7 @@ from octavo.sched.transfers.arrivals import Arrivals
 from octavo.sched.transfers.holds import Hold, Holds
 
 _NEVER = 1 << 62  # blocks: of requests that publish none any more
+_NO_BLOCKS = frozenset[int]()  # the one of all that hide none
 _MOST_KNOWN = 4096  # answers that requests of equal lengths share
 
 
@@ -54,7 +55,7 @@ class _Entry:
         self.num_tokens = num_tokens  # that the tables were made for
         self.num_published = num_hit  # leading blocks of the smallest size that are found by a hash, or were once
         self.num_dead = [0] * len(tables)  # leading entries that were given back: no query reads them any more
-        self.hidden: frozenset[int] = frozenset()  # blocks that no hash may find
+        self.hidden = _NO_BLOCKS  # blocks that no hash may find
 
 
 class KVManager:

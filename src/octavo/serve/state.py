@@ -7,11 +7,9 @@ of any request. Invariant: all of it is used on one event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Iterator
 
 import msgspec
 
@@ -169,19 +167,18 @@ class ServeState:
             return False
         return engine.step_age <= HEALTH_STEP_SECONDS
 
-    @contextlib.contextmanager
-    def open_exchange(self, exchange: Exchange, *, streams: bool) -> Iterator[None]:
+    def open(self, exchange: Exchange, *, streams: bool) -> None:
         """Count an exchange that generates; one that streams gets comments while it has nothing to say."""
         self.num_open += 1
         if streams:
             self._idle_streams.add(exchange)
             if self._ticker is None:
                 self._ticker = asyncio.create_task(self._tick())
-        try:
-            yield
-        finally:
-            self.num_open -= 1
-            self._idle_streams.discard(exchange)
+
+    def end(self, exchange: Exchange) -> None:
+        """Count it no longer."""
+        self.num_open -= 1
+        self._idle_streams.discard(exchange)
 
     async def _tick(self) -> None:
         interval = self.config.keep_alive_interval

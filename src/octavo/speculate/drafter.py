@@ -2,7 +2,7 @@
 
 Owns the hidden states that it reads of the target, what it is told of a step, and what becomes of one out of tree that
 fails. Knows rows, and no method. Invariants: without a speculator a step does nothing for it; one that is not the
-engine's ends no step, unless the device fails.
+engine's ends no step, unless the device fails, whatever it raises and whatever it writes as drafts.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class Drafter:
             if self._is_ours or isinstance(error, _OF_DEVICE) or may_be_a_signal(error):
                 raise
             self._tell(error, for_capture)
+        if self._vocab_size:  # of one that may have written the table by itself
+            step.bring_into_vocabulary(self._speculator.num_drafts)
 
     def _tell(self, error: BaseException, for_capture: bool) -> None:
         """A step goes on with whatever stands behind its rows: tokens that are verified as any draft is."""

@@ -87,6 +87,16 @@ class DraftStep:
         flat = self.table.token_ids.view(-1)
         flat.index_put_((cells,), torch.where(inside.view(-1), drafts.reshape(-1).to(torch.int32), 0))
 
+    def bring_into_vocabulary(self, most: int) -> None:
+        """The tokens behind each row's known ones, as many as `most` drafts, are ids that can be embedded afterwards.
+
+        For a speculator that may have written there by itself. Known tokens stay as they are.
+        """
+        width = self.table.token_ids.shape[1]
+        at = (self.totals()[:, None] + torch.arange(most, device=self.batch.rows.device)).clamp(max=width - 1)
+        cells, flat = (self.batch.rows[:, None] * width + at).view(-1), self.table.token_ids.view(-1)
+        flat.index_put_((cells,), flat.index_select(0, cells).clamp(0, self.vocab_size - 1))
+
 
 def draft_max_seq_len(max_seq_len: int, step: int, max_model_len: int) -> int:
     """A bound of the lengths in pass number `step`, from 1 on, behind a step whose bound is `max_seq_len`."""

@@ -1,13 +1,15 @@
 """Ctrl-C, and what other signals' handlers raise, held back while state changes that must change as a whole.
 
-Owns the handling of signals for that time. Knows no engine. Invariant: a signal that comes within is handled at the
-end; a second one, or one that has waited for long, is handled at once, since what is within may hang.
+Owns the handling of signals for that time. Knows no engine. Invariants: a signal that comes within is handled at the
+end; a second one, or one that has waited for long, is handled at once, since what is within may hang; the system's part
+of a handler, its flags and what C code has set there, is never changed.
 """
 
 from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import signal
 import threading
 import traceback
@@ -20,7 +22,34 @@ _get: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.get
 _set: Callable[[int, Any], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
 # Those by which programs end a call that takes too long, or themselves.
 _HELD = tuple(int(getattr(signal, name)) for name in ("SIGINT", "SIGALRM", "SIGTERM") if hasattr(signal, name))
+_Action = ctypes.c_char * 512  # room for a struct sigaction, which is 152 bytes with glibc
 _PATIENCE = 30.0  # seconds that a signal waits: far longer than a step takes
+
+
+def _find_sigaction() -> Callable[[int, Any, Any], int]:
+    try:
+        found = ctypes.PyDLL(None).sigaction
+    except (AttributeError, OSError, TypeError):  # of a system without it
+        return lambda number, new, old: -1
+    found.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    return found
+
+
+_sigaction = _find_sigaction()
+
+
+def _put(number: int, handler: Any) -> None:
+    """Set the handler in Python alone.
+
+    `signal.signal` takes the system's part of it back to Python's own: asyncio's flags go, and faulthandler's handler.
+    """
+    action = _Action()
+    is_read = not _sigaction(number, None, action)
+    try:
+        _set(number, handler)
+    finally:
+        if is_read:
+            _sigaction(number, action, None)
 
 
 class HeldSignals:
@@ -35,7 +64,7 @@ class HeldSignals:
             for number in _HELD:
                 if callable(handler := _get(number)):
                     self._handlers[number] = handler
-                    _set(number, self._note)
+                    _put(number, self._note)
             self._holds = True
 
     def __exit__(
@@ -46,7 +75,7 @@ class HeldSignals:
         try:
             for number, handler in self._handlers.items():
                 if _get(number) == self._note:  # else it has got another handler within
-                    _set(number, handler)
+                    _put(number, handler)
         finally:
             if self._noted:
                 self._handle(error)

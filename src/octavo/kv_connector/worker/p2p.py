@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import errno
+import functools
 import itertools
 import logging
 import threading
@@ -58,6 +59,11 @@ def _peer_of(order: Order) -> tuple[str, int] | None:
     return order.wanted.addresses[0] if order.wanted is not None and order.wanted.addresses else None
 
 
+def _hello(cache: CacheDescription, way: str, engine_id: str, gives_up: list[str]) -> Hello:
+    own = msgspec.Raw(msgspec.msgpack.encode(cache))
+    return Hello(way=way, cache=own, gives_up=gives_up, engine_id=engine_id)
+
+
 class P2PWorker:
     """See WorkerConnector."""
 
@@ -85,7 +91,7 @@ class P2PWorker:
         self._numbers: dict[int, str] = {}  # order -> its transfer id
         self._ended: list[Report] = []
         self._ended_ids = collections.OrderedDict[str, None]()
-        self._releases = Releases(self._hello, transfer.timeout)
+        self._releases = Releases(functools.partial(_hello, cache.description, way.name), transfer.timeout)
         self._changed = threading.Condition()
         self._sent_blocks, self._send_seconds = 0, 0.0
         self._listener: Listener | None = None
@@ -150,10 +156,6 @@ class P2PWorker:
         """Tell the ranks of a peer that what they have on offer will not be fetched. Does not wait for them."""
         if self._cache.description.rank == 0:  # one word is enough
             self._releases.give(addresses, engine_id, transfer_id)
-
-    def _hello(self, engine_id: str, gives_up: list[str]) -> Hello:
-        own = msgspec.Raw(msgspec.msgpack.encode(self._cache.description))
-        return Hello(way=self._way.name, cache=own, gives_up=gives_up, engine_id=engine_id)
 
     def release(self, transfer_ids: Sequence[str]) -> None:
         """Nobody will fetch these offers: each ends when nobody reads it. Unknown ids are ignored."""

@@ -19,6 +19,10 @@ _Job = TypeVar("_Job")
 _Inbox = queue.SimpleQueue[tuple[Hashable, _Job] | None]
 
 
+def _no_work(job: object) -> None:
+    """Nothing is put behind the end."""
+
+
 class Turns(Generic[_Job]):
     """Any thread may put."""
 
@@ -65,14 +69,15 @@ class Turns(Generic[_Job]):
         return True
 
     def _run(self, number: int, inbox: _Inbox[_Job]) -> None:
-        thread = threading.Thread(target=self._live, args=(number, inbox), name=f"{self._name}-{number}", daemon=True)
+        name, args = f"{self._name}-{number}", (number, inbox, self._work)
+        thread = threading.Thread(target=self._live, args=args, name=name, daemon=True)
         thread.start()
         self._threads[number] = thread
 
-    def _live(self, number: int, inbox: _Inbox[_Job]) -> None:
+    def _live(self, number: int, inbox: _Inbox[_Job], work: Callable[[_Job], None]) -> None:
         while (given := self._given(number, inbox)) is not None:
             lane, job = given
-            self._work(job)
+            work(job)
             del given, job
             with self._lock:
                 self._busy[lane] -= 1
@@ -114,7 +119,7 @@ class Turns(Generic[_Job]):
     def close(self) -> list[threading.Thread]:
         """Nothing is put any more. The threads, each of which ends when there is nothing for it."""
         with self._lock:
-            self._closing = True
+            self._closing, self._work = True, _no_work  # whose work it is may go, with what it holds
             idle, self._idle = self._idle, []
             for inbox in idle:
                 inbox.put(None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from octavo.request.sampling_params import Limits, ParameterError, RequestOutputKind, SamplingParams
 from octavo.serve.errors import queue_full
@@ -27,8 +27,7 @@ class LogprobBudget:
         self.num_open = 0
         self._max_request, self._max_open = max_request, max_open
 
-    @contextlib.contextmanager
-    def held(self, params: SamplingParams, limits: Limits, prompt_lengths: Sequence[int]) -> Iterator[None]:
+    def held(self, params: SamplingParams, limits: Limits, prompt_lengths: Sequence[int]) -> HeldLogprobs:
         """Within, a request's log-probabilities count. Raises ParameterError if they are too many, ApiError 503."""
         of_prompts, of_outputs = count_logprobs(params, limits, prompt_lengths)
         total = of_prompts * params.n + of_outputs
@@ -38,13 +37,27 @@ class LogprobBudget:
             raise ParameterError(name, f"{message} {self._max_request} (--max-request-logprobs)", "too_many_logprobs")
         if self.num_open and self.num_open + of_prompts > self._max_open:
             raise queue_full(f"too many log-probabilities are on their way: at most {self._max_open}", 5.0)
-        self.num_open += of_prompts
-        try:
-            yield
-        finally:
-            self.num_open -= of_prompts
-            if total > _MANY:  # once whoever answered has let go of them
-                asyncio.get_running_loop().call_later(_SOON, give_back)
+        return HeldLogprobs(self, of_prompts, total)
+
+
+class HeldLogprobs:
+    """Within, a request's log-probabilities count. No generator: those take more memory, as long as a stream lasts."""
+
+    __slots__ = ("_budget", "_of_prompts", "_total")
+
+    def __init__(self, budget: LogprobBudget, of_prompts: int, total: int) -> None:
+        """of_prompts: those of the total that count."""
+        self._budget, self._of_prompts, self._total = budget, of_prompts, total
+
+    def __enter__(self) -> None:
+        """Begin."""
+        self._budget.num_open += self._of_prompts
+
+    def __exit__(self, *_: object) -> None:
+        """End."""
+        self._budget.num_open -= self._of_prompts
+        if self._total > _MANY:  # once whoever answered has let go of them
+            asyncio.get_running_loop().call_later(_SOON, give_back)
 
 
 def count_logprobs(params: SamplingParams, limits: Limits, prompt_lengths: Sequence[int]) -> tuple[int, int]:

@@ -7,7 +7,6 @@ before the first request reaches the engine; however an exchange ends, none of i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -323,19 +322,20 @@ async def drive(state: ServeState, exchange: Exchange, run: Run, take: Take, *, 
     outputs = await submit(state, run)
     seconds = state.config.request_timeout
     state.runs[run.key] = run.names
+    state.open(exchange, streams=streams)
     try:
-        with state.open_exchange(exchange, streams=streams):
-            async with exchange.watching():
-                if streams:
-                    await exchange.begin_events()
-                try:
-                    async with asyncio.timeout(seconds) as clock:
-                        await _consume(outputs, take, streams=streams)
-                except TimeoutError:
-                    if not clock.expired():
-                        raise
-                    raise ApiError(504, "timeout", f"the request took longer than {seconds:g} s") from None
+        async with exchange.watching():
+            if streams:
+                await exchange.begin_events()
+            try:
+                async with asyncio.timeout(seconds) as clock:
+                    await _consume(outputs, take, streams=streams)
+            except TimeoutError:
+                if not clock.expired():
+                    raise
+                raise ApiError(504, "timeout", f"the request took longer than {seconds:g} s") from None
     finally:
+        state.end(exchange)
         del state.runs[run.key]
         for stream in outputs:
             await stream.aclose()
@@ -346,27 +346,37 @@ async def _consume(outputs: Sequence[OutputStream], take: Take, *, streams: bool
 
     async def one(index: int) -> None:
         async for output in outputs[index]:
-            parts = pieces(output)
-            if parts is output.outputs and all(part.finish_reason != "error" for part in parts):
-                await take(index, output)
-                continue
-            told = []
-            for completion in parts:
-                failure = _failure(completion)
-                if failure is not None and not streams:
-                    raise failure
-                if failure is not None:
-                    failures[index, completion.index] = failure
-                    completion = msgspec.structs.replace(completion, finish_reason=None, stop_reason=None)
-                if failure is None or completion.text or completion.token_ids:
-                    told.append(completion)
-            if told:
-                await take(index, msgspec.structs.replace(output, outputs=told))
+            await hand_on(index, output)
+            del output  # it is not kept while the next one is waited for
 
-    with _engine_errors():
+    async def hand_on(index: int, output: RequestOutput) -> None:
+        parts = pieces(output)
+        if parts is output.outputs and all(part.finish_reason != "error" for part in parts):
+            await take(index, output)
+        elif told := list(_told(index, parts, failures, streams=streams)):
+            await take(index, msgspec.structs.replace(output, outputs=told))
+
+    try:
         await _all([one(index) for index in range(len(outputs))])
+    except (EngineDeadError, SlowReaderError) as error:
+        raise _from_outside(error) from None
     if failures:  # a stream says all that comes before: what is shown does not depend on who fails when
         raise failures[min(failures)]
+
+
+def _told(
+    index: int, parts: list[CompletionOutput], failures: dict[tuple[int, int], ApiError], *, streams: bool
+) -> Iterator[CompletionOutput]:
+    """What a client is told of the parts of prompt `index`. Takes note of what failed, or raises it."""
+    for completion in parts:
+        failure = _failure(completion)
+        if failure is not None and not streams:
+            raise failure
+        if failure is not None:
+            failures[index, completion.index] = failure
+            completion = msgspec.structs.replace(completion, finish_reason=None, stop_reason=None)
+        if failure is None or completion.text or completion.token_ids:
+            yield completion
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
@@ -388,20 +398,16 @@ async def _all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
     raise failure
 
 
-@contextlib.contextmanager
-def _engine_errors() -> Iterator[None]:
-    """What ends a running request from outside, as ApiErrors."""
-    try:
-        yield
-    except EngineDrainingError:
-        raise ApiError(503, "draining", "the server shut down before the end") from None
-    except WeightsLostError as error:
-        raise ApiError(503, LOST, str(error)) from None
-    except EngineDeadError as error:
+def _from_outside(error: EngineDeadError | SlowReaderError) -> ApiError:
+    """What a client is told of what ended a running request from outside."""
+    if isinstance(error, EngineDrainingError):
+        return ApiError(503, "draining", "the server shut down before the end")
+    if isinstance(error, WeightsLostError):
+        return ApiError(503, LOST, str(error))
+    if isinstance(error, EngineDeadError):
         headers = [(b"retry-after", b"%d" % max(1, round(error.retry_after)))]
-        raise ApiError(503, "engine_restarted", "the engine went away; try again", headers=headers) from None
-    except SlowReaderError:
-        raise ApiError(408, "slow_reader", "the stream was not read in time") from None
+        return ApiError(503, "engine_restarted", "the engine went away; try again", headers=headers)
+    return ApiError(408, "slow_reader", "the stream was not read in time")
 
 
 def _failure(completion: CompletionOutput) -> ApiError | None:
@@ -434,6 +440,8 @@ def _failure(completion: CompletionOutput) -> ApiError | None:
 
 class TokenCounter:
     """Counts the tokens of a run for `usage`."""
+
+    __slots__ = ("_cached", "_n", "_outputs", "_prompts", "_told", "num_reasoning")
 
     def __init__(self, run: Run) -> None:
         """Prompts count once, whatever `n` is."""

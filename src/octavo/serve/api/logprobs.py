@@ -21,6 +21,8 @@ _LOWEST = -9999.0
 class TokenTexts:
     """How tokens are written: as their texts, or as "token_id:5"."""
 
+    __slots__ = ("_as_ids", "_tokenizer")
+
     def __init__(self, tokenizer: Tokenizer | NoTokenizer, as_ids: bool) -> None:
         """`as_ids`: return_tokens_as_token_ids. Without a tokenizer there is no other way."""
         self._tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else None
@@ -39,6 +41,8 @@ class TokenTexts:
 
 class Offsets:
     """Where tokens begin in the text that they make, in characters."""
+
+    __slots__ = ("_decoder", "_offset", "_prompt", "_skipped", "_texts")
 
     def __init__(self, tokenizer: Tokenizer | NoTokenizer, skip_special: bool, prompt: str = "") -> None:
         """`skip_special`: special tokens have no text, but where `prompt`, which the text begins with, holds it."""

@@ -117,7 +117,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: Any = None
     messages: Any = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None  # None: around a prompt, and not beside what a chat template writes
     return_token_strs: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 # Values of refused fields that ask for nothing, beside false, "" and an empty list.
 _HARMLESS: dict[str, float] = {"length_penalty": 1.0}
-_XARGS = "vllm_xargs"  # vLLM's name of extra_args in a body
+XARGS = "vllm_xargs"  # vLLM's name of extra_args in a body
 
 # Integers that are no sampling parameters of their own name.
 _INTS = frozenset({"priority", "top_logprobs", "max_completion_tokens", "max_output_tokens", "best_of", "logprobs"})
@@ -211,8 +211,8 @@ def read(kind: type[_S], body: Mapping[str, Any], *, strict: bool, sampling: fro
             fields[name] = _number(value, int) if name in _INTS else _flag(value) if name in flags else value
         elif name in sampling:
             params.setdefault(name, _lax(name, value))
-        elif name == _XARGS and "extra_args" in sampling:
-            params["extra_args"] = _with_xargs(body.get("extra_args"), value)
+        elif name == XARGS and "extra_args" in sampling:
+            params["extra_args"] = with_xargs(body.get("extra_args"), value)
         elif name in REFUSED:
             code, text = REFUSED[name]
             if value not in (False, "", []) and not _is_harmless(name, value):
@@ -235,7 +235,9 @@ def read(kind: type[_S], body: Mapping[str, Any], *, strict: bool, sampling: fro
 def _flags_of(kind: Hashable) -> frozenset[str]:
     """The fields of a request that are true or false."""
     return frozenset(
-        field.name for field in msgspec.structs.fields(cast(type[msgspec.Struct], kind)) if field.type is bool
+        field.name
+        for field in msgspec.structs.fields(cast(type[msgspec.Struct], kind))
+        if field.type in (bool, bool | None)
     )
 
 
@@ -248,14 +250,14 @@ def _is_harmless(name: str, value: Any) -> bool:
     return name in _HARMLESS and not isinstance(value, bool) and _number(value, float) == _HARMLESS[name]
 
 
-def _with_xargs(extra: Any, given: Any) -> Any:
-    """`extra_args` of a body with what its `vllm_xargs` holds. Raises ApiError for a name that both give."""
+def with_xargs(extra: Any, given: Any, field: str = XARGS) -> Any:
+    """`extra_args` with what `vllm_xargs` holds, which the client calls `field`. Raises ApiError for a name in both."""
     if not isinstance(given, dict):
-        raise bad_request("invalid_type", f"{_XARGS}: must be an object, got {shown(given)}", _XARGS)
+        raise bad_request("invalid_type", f"{field}: must be an object, got {shown(given)}", field)
     if not isinstance(extra, dict):
         return given if extra is None else extra  # what is wrong with it is told with the other parameters
     if twice := next((name for name in given if name in extra), None):
-        name = f"{_XARGS}.{twice[:_MAX_NAME]}" if twice[:_MAX_NAME].isidentifier() else _XARGS
+        name = f"{field}.{twice[:_MAX_NAME]}" if twice[:_MAX_NAME].isidentifier() else field
         raise bad_request("conflicting", f"{name}: is given in extra_args too", name)
     return extra | given
 

@@ -14,7 +14,7 @@ import re
 import secrets
 import time
 import urllib.parse
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import msgspec
@@ -44,6 +44,12 @@ class ClientLeftError(Exception):
 
 class Exchange:
     """One request and its reply."""
+
+    __slots__ = (
+        "_config", "_ended", "_left", "_parse", "_read", "_receive", "_scope", "_send", "_streaming", "client",
+        "http_version", "last_sent", "method", "notes", "own_id", "path", "path_value", "raw_headers", "request_id",
+        "route", "started", "status",
+    )  # fmt: skip
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, config: ServeConfig, parse: Parse | None = None
@@ -197,23 +203,12 @@ class Exchange:
             headers = [*error.headers, *([(b"connection", b"close")] if error.close else [])]
             await self.reply(error.status, error.body(), headers=headers)
 
-    @contextlib.asynccontextmanager
-    async def watching(self) -> AsyncIterator[None]:
+    def watching(self) -> Watching:
         """Within: when the client leaves, the running task is cancelled, which comes out as ClientLeftError."""
-        task = asyncio.current_task()
-        assert task is not None, "an exchange is answered by a task"
-        watch = asyncio.create_task(self._cancel_when_left(task))
-        try:
-            yield
-        except asyncio.CancelledError:
-            if self._left:
-                task.uncancel()
-                raise ClientLeftError from None
-            raise
-        finally:
-            watch.cancel()
+        return Watching(self)
 
-    async def _cancel_when_left(self, task: asyncio.Task[Any]) -> None:
+    async def cancel_when_left(self, task: asyncio.Task[Any]) -> None:
+        """Cancel `task` when the client leaves, if it does before the end."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
         if not self._ended:
@@ -251,6 +246,32 @@ class Exchange:
     def _client_id(self) -> str:
         given = [value for name, value in self.raw_headers if name == b"x-request-id"]
         return given[0].decode() if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]) else ""
+
+
+class Watching:
+    """See Exchange.watching. As a generator it would take ten times the memory, for as long as a stream lasts."""
+
+    __slots__ = ("_exchange", "_watch")
+
+    def __init__(self, exchange: Exchange) -> None:
+        """Of whose client."""
+        self._exchange = exchange
+        self._watch: asyncio.Task[None]
+
+    async def __aenter__(self) -> None:
+        """Begin."""
+        task = asyncio.current_task()
+        assert task is not None, "an exchange is answered by a task"
+        self._watch = asyncio.create_task(self._exchange.cancel_when_left(task))
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End, with ClientLeftError if the client did it."""
+        self._watch.cancel()
+        if kind is not None and issubclass(kind, asyncio.CancelledError) and self._exchange.has_left:
+            task = asyncio.current_task()
+            assert task is not None, "an exchange is answered by a task"
+            task.uncancel()
+            raise ClientLeftError from None
 
 
 def _in_parts(pieces: Iterable[bytes]) -> Iterator[bytes]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import http
 import re
+from collections import deque
 from typing import Any, cast
 
 import httptools
@@ -18,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from octavo.serve.errors import ApiError, bad_request, not_ready
 from octavo.serve.http.exchange import IDLE_EVENT, Exchange, Receive, Scope, Send
+from octavo.serve.http.small import ShortQueue, SmallEvent
 from octavo.serve.http.turns import Flow, Held, Turns
 from octavo.serve.settings import ServeConfig
 
@@ -46,6 +48,7 @@ def guarded(config: ServeConfig) -> type[HttpToolsProtocol]:
     """The protocol class for a server with these settings."""
 
     class Guarded(GuardedProtocol):
+        __slots__ = ()
         limits = config
         turns = Turns()
 
@@ -55,12 +58,19 @@ def guarded(config: ServeConfig) -> type[HttpToolsProtocol]:
 class GuardedProtocol(HttpToolsProtocol):
     """One connection."""
 
+    # Beside uvicorn's 28 attributes: a class of up to 30 keeps them in its objects, more need a dict each of some KB.
+    __slots__ = (
+        "_answering", "_body_bytes", "_body_length", "_clock", "_deaf", "_half_closed", "_header_bytes", "_heard_at",
+        "_held", "_in_body", "_in_message", "_is_in_line", "_lingers_until", "_num_begun", "_num_chunks",
+        "_num_headers", "_num_left_bytes", "_opening", "_probe_clock", "_raw_bytes", "_refusal", "_send_clock",
+    )  # fmt: skip
     limits: ServeConfig
     turns: Turns
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """As uvicorn calls it."""
         super().__init__(*args, **options)
+        self.pipeline = cast(deque[tuple[RequestResponseCycle, Any]], ShortQueue())
         self._clock: asyncio.TimerHandle | None = None
         self._send_clock: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
@@ -169,6 +179,8 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if self._num_begun > begins:
             self._raw_bytes = 0  # several requests in one piece: their parts cannot be told apart
+        if not self._in_message:
+            self._opening = b""
         error = self._measure()
         if begins and error is None and not self._in_body and _NO_VERSION.match(data):
             error = _parse_refusal(data)  # HTTP/0.9
@@ -296,6 +308,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not None:
             self.cycle.transport = cast(asyncio.Transport, _ReplyTransport(self))
+            self.cycle.message_event = cast(asyncio.Event, SmallEvent())
 
     def on_chunk_header(self) -> None:
         """A chunk begins."""
@@ -442,10 +455,16 @@ class GuardedProtocol(HttpToolsProtocol):
 class _ReplyTransport:
     """What a reply is written to. Its end is the protocol's to choose."""
 
+    __slots__ = ("_protocol",)
+
     def __init__(self, protocol: GuardedProtocol) -> None:
         self._protocol = protocol
-        self.write = protocol.transport.write
-        self.is_closing = protocol.transport.is_closing
+
+    def write(self, data: bytes) -> None:
+        self._protocol.transport.write(data)
+
+    def is_closing(self) -> bool:
+        return self._protocol.transport.is_closing()
 
     def close(self) -> None:
         self._protocol.end()

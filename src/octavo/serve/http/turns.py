@@ -11,8 +11,11 @@ import asyncio
 import collections
 import re
 from collections.abc import Callable
+from typing import cast
 
 from uvicorn.protocols.http.flow_control import FlowControl
+
+from octavo.serve.http.small import SmallEvent
 
 PER_TURN = 8  # requests that had to wait: others' turn comes after some ms
 MAX_HELD_BYTES = 64 << 10  # and what one more reading brings
@@ -42,6 +45,8 @@ class Turns:
 
 class Held:
     """Bytes of one connection that were received and not yet taken."""
+
+    __slots__ = ("_bytes",)
 
     def __init__(self) -> None:
         """None are there."""
@@ -85,6 +90,7 @@ class Flow(FlowControl):
     def __init__(self, transport: asyncio.Transport, held: Held) -> None:
         """`held`: what the connection holds."""
         super().__init__(transport)
+        self._is_writable_event = cast(asyncio.Event, SmallEvent(is_set=True))
         self._held = held
 
     def resume_reading(self) -> None:

@@ -43,6 +43,7 @@ from octavo.serve.state import ServeState
 
 END = b"\n\n"
 DONE = b"data: [DONE]" + END
+_ENCODER = msgspec.json.Encoder()
 
 
 async def create(state: ServeState, exchange: Exchange) -> None:
@@ -113,13 +114,28 @@ class _Choice:
 
     __slots__ = ("begun", "offsets")
 
-    def __init__(self, offsets: Offsets) -> None:
+    def __init__(self, offsets: Offsets | None) -> None:
+        """`offsets`: if log-probabilities are wanted."""
         self.offsets = offsets
         self.begun = False
 
 
 class _Answer:
     """One answer in the making."""
+
+    __slots__ = (
+        "_count",
+        "_created",
+        "_echoed",
+        "_fingerprint",
+        "_model",
+        "_only_prompt",
+        "_request",
+        "_run",
+        "_scores",
+        "_state",
+        "_warnings",
+    )
 
     def __init__(
         self,
@@ -136,7 +152,6 @@ class _Answer:
         self._count = TokenCounter(run)
         self._created = int(time.time())
         self._warnings: Any = warnings or UNSET
-        self._encoder = msgspec.json.Encoder()
         self._fingerprint = state.fingerprint
         self._only_prompt = only_prompt
         self._scores: list[Sequence[LogprobsDict | None] | None] = [None] * len(run.prompts)  # of the prompts' tokens
@@ -165,13 +180,15 @@ class _Answer:
             warnings=self._warnings,
         )
         choices = array(self._choice(*done[place]) for place in sorted(done))
-        await exchange.reply_pieces(with_fields(self._encoder.encode(head), [("choices", choices)]))
+        await exchange.reply_pieces(with_fields(_ENCODER.encode(head), [("choices", choices)]))
 
     async def stream(self, exchange: Exchange) -> None:
         """Send events as outputs come."""
         options = self._request.stream_options or StreamOptions()
         n = self._run.params.n
-        states = [_Choice(self._offsets(self._echoed[place // n])) for place in range(self._run.num_choices)]
+        echoed = [text for text in self._echoed for _ in range(n)]
+        scored = self._request.logprobs is not None
+        states = [_Choice(self._offsets(text) if scored else None) for text in echoed]
 
         async def take(index: int, output: RequestOutput) -> None:
             self._see(index, output)
@@ -219,7 +236,7 @@ class _Answer:
             system_fingerprint=self._fingerprint,
             warnings=warnings,
         )
-        return b"data: " + self._encoder.encode(chunk) + END
+        return b"data: " + _ENCODER.encode(chunk) + END
 
     def _choice(
         self, index: int, completion: CompletionOutput, offsets: Offsets | None = None, *, scored: bool = True
@@ -246,7 +263,7 @@ class _Answer:
             fields.append(("logprobs", json_pieces.completion_logprobs(self._texts, offsets, token_ids, flat)))
         if isinstance(scores, FlatLogprobs) and scored and not self._scores_in_echo:
             fields.append(("prompt_logprobs", json_pieces.prompt_logprobs(scores)))
-        return with_fields(self._encoder.encode(choice), fields)
+        return with_fields(_ENCODER.encode(choice), fields)
 
     async def _first(
         self, index: int, completion: CompletionOutput, state: _Choice, counted: int, warnings: Any
@@ -266,7 +283,7 @@ class _Answer:
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
         )
-        if request.logprobs is not None:
+        if state.offsets is not None:
             entries = completion.logprobs or ()
             choice.logprobs = completion_logprobs(self._texts, state.offsets, completion.token_ids, entries)
         if request.return_token_ids:

@@ -18,7 +18,7 @@ from octavo.request.sampling_params import SamplingParams, num_kept
 from octavo.serve.api.generation import Run, check_options, drive, make_params, make_run, read_prompts, send
 from octavo.serve.api.logprobs import finite
 from octavo.serve.api.origin import int32_of
-from octavo.serve.api.protocol import SAMPLING, read
+from octavo.serve.api.protocol import SAMPLING, XARGS, read
 from octavo.serve.api.transfers import each_transfer, with_transfer
 from octavo.serve.errors import bad_request, renaming
 from octavo.serve.http.exchange import Exchange
@@ -43,6 +43,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True):
     text: Any = None
     input_ids: Any = None
     sampling_params: Any = None
+    vllm_xargs: Any = None  # vLLM's, here or in sampling_params
     return_logprob: bool = False
     logprob_start_len: Any = -1
     top_logprobs_num: Any = 0
@@ -104,8 +105,9 @@ def _params(
             renamed[_NAMES.get(name, name)] = value
     if renamed.get("top_k") == 1 << 30:  # its word for all
         renamed["top_k"] = -1
-    found = sampling_of(state, {k: v for k, v in renamed.items() if k in SAMPLING or k == "structured_outputs"}, [])
-    for name in renamed.keys() - found.keys():
+    known = SAMPLING | {XARGS, "structured_outputs"}
+    found = sampling_of(state, {k: v for k, v in renamed.items() if k in known}, [], request.vllm_xargs)
+    for name in renamed.keys() - found.keys() - {XARGS}:
         shown = name[:64] if name[:64].isidentifier() else "a field"
         warnings.append(f"sampling_params.{shown}: unknown field, ignored")
     found |= {name: True for name in ("return_sampling_mask", "return_routed_experts") if getattr(request, name)}

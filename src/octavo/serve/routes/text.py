@@ -45,12 +45,14 @@ async def tokenize(state: ServeState, exchange: Exchange) -> None:
 
 
 async def _prompt(state: ServeState, request: TokenizeRequest) -> Prompt:
+    special = request.add_special_tokens
     if request.messages is None:
-        return await read_text(state, request.prompt, add_special_tokens=request.add_special_tokens)
+        return await read_text(state, request.prompt, add_special_tokens=special is not False)
     return await render_chat(
         state,
         request.messages,
         tools=check_tools(request.tools, state.config.max_tools),
+        add_special_tokens=special is True,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         template_kwargs=request.chat_template_kwargs,

@@ -22,7 +22,7 @@ from octavo.request.transfer_params import NAME as TRANSFER
 from octavo.serve.api.generation import Run, TokenCounter, check_options, drive, make_params, make_run, send
 from octavo.serve.api.logprobs import TokenTexts, chat_logprobs, finite
 from octavo.serve.api.origin import npy_of, spans_of
-from octavo.serve.api.protocol import SAMPLING, StreamOptions, read
+from octavo.serve.api.protocol import SAMPLING, XARGS, StreamOptions, read, with_xargs
 from octavo.serve.api.shapes import ChatLogprobs, Usage
 from octavo.serve.api.transfers import each_transfer, with_transfer
 from octavo.serve.errors import bad_request
@@ -48,6 +48,7 @@ class TokensRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     token_ids: Any = None
     sampling_params: dict[str, Any] = {}
+    vllm_xargs: Any = None  # here or in sampling_params
     stream: bool = False
     stream_options: StreamOptions | None = None
     priority: Any = 0
@@ -91,7 +92,7 @@ async def create(state: ServeState, exchange: Exchange) -> None:
     parsed = read(TokensRequest, body, strict=state.config.strict, sampling=frozenset())
     request = parsed.shape
     model = state.check_model(request.model)
-    given = sampling_of(state, request.sampling_params, parsed.warnings)
+    given = sampling_of(state, request.sampling_params, parsed.warnings, request.vllm_xargs)
     if request.return_sampling_mask:
         given["return_sampling_mask"] = True
     if request.return_routed_experts or state.engine.limits.experts[0]:  # an engine that keeps them says them here
@@ -115,13 +116,19 @@ def refuse_not_kept(body: Mapping[str, Any]) -> None:
             raise bad_request("unsupported_parameter", f"{name}: {why}", name)
 
 
-def sampling_of(state: ServeState, given: Mapping[str, Any], warnings: list[str]) -> dict[str, Any]:
-    """vLLM's sampling parameters as they are checked here. Raises ApiError or ParameterError."""
+def sampling_of(state: ServeState, given: Mapping[str, Any], warnings: list[str], xargs: Any = None) -> dict[str, Any]:
+    """vLLM's sampling parameters as they are checked here. xargs: `vllm_xargs` that stands beside them.
+
+    Raises ApiError or ParameterError.
+    """
     refuse_not_kept(given)
     if given.get(TRANSFER) is not None:
         text = f"sampling_params.{TRANSFER}: belongs beside sampling_params"
         raise bad_request("not_allowed", text, f"sampling_params.{TRANSFER}")
     found = {name: value for name, value in given.items() if value is not None and name not in _NO_EFFECT}
+    for field, more in ((f"sampling_params.{XARGS}", found.pop(XARGS, None)), (XARGS, xargs)):
+        if more is not None:
+            found["extra_args"] = with_xargs(found.get("extra_args"), more, field)
     known = {name: value for name, value in found.items() if name in _KNOWN}
     if len(known) < len(found):
         first = next(name for name in found if name not in known)[:64]

@@ -26,6 +26,10 @@ _PAUSE = 0.05  # seconds before a connection that could not be taken is tried on
 _BACKLOG = 64
 
 
+def _serve_nobody(pair: Pair, hello: Hello) -> None:
+    """Who has come behind the end is cut off."""
+
+
 class Listener:
     """At one address."""
 
@@ -62,6 +66,7 @@ class Listener:
     def close(self) -> None:
         """Take no more, and cut all that there are."""
         self._closing.set()
+        self._serve = _serve_nobody  # who serves may go, and the cache with it
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
