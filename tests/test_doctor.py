@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from architectures import ARCH, CPU
 from octavo.cli import main as cli
@@ -150,3 +153,37 @@ def test_the_numerics_id_names_what_bits_depend_on() -> None:
     for change in changes:
         assert base != named(**change), change
     assert len({base, *(named(device="cuda", gpu=name) for name in "AB")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("native", "changes", "follows"),
+    [
+        ("x86_64_v3", {}, False),
+        ("none", {}, True),
+        ("x86_64_v3", {"attention_backend": "flex"}, True),
+        ("x86_64_v3", {"layer_backends": {"reference": [1]}}, True),
+        ("x86_64_v3", {"layer_backends": {"reference": []}}, False),
+    ],
+)
+def test_where_torch_computes_the_numerics_id_follows_its_bits(
+    native: str, changes: dict[str, Any], follows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its exponentials have other bits on another maker's processor, so two such engines are not of one id."""
+    resolved = dataclasses.replace(resolve(EngineConfig(dtype="float32"), ARCH, CPU), **changes)
+    seen = set()
+    for digest in ("00000001", "00000002"):
+        monkeypatch.setattr(probe, "torch_digest", lambda digest=digest: digest)
+        seen.add(probe.numerics_id(probe.numerics_contract(resolved, native=native)))
+    assert len(seen) == 1 + follows
+
+
+def test_torchs_bits_are_asked_by_what_other_processors_compute_otherwise() -> None:
+    """Its library is told to act as a processor that has less."""
+    ask = "from octavo.startup.probe import torch_digest; print(torch_digest())"
+    seen = [
+        subprocess.run([sys.executable, "-c", ask], env={**os.environ, **own}, capture_output=True, text=True).stdout
+        for own in ({}, {}, {"MKL_CBWR": "COMPATIBLE"})
+    ]
+    assert len(seen[0].strip()) == 8 and seen[0] == seen[1]
+    if torch.backends.mkl.is_available():
+        assert seen[2] != seen[0]

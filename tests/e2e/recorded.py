@@ -2,7 +2,8 @@
 
 Run as a program, this records them for the device it is given: `python tests/e2e/recorded.py cpu` (or cuda). That is
 right only after a change that is meant to move bits, and says so. The figures are kept by torch's version and, on a
-GPU, by its name and Triton's version: elsewhere other bits are to be expected.
+GPU, by its name and Triton's version: elsewhere other bits are to be expected. On a CPU `flex` runs in torch, whose
+exponentials and logarithms depend on the processor, so its requests are kept by what these give as well.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from octavo import LLM, AttentionMods, SamplingParams
 from octavo.attention import sliding_window
 from octavo.request.outputs import RequestOutput
 from octavo.request.structured_outputs import StructuredOutputsParams
+from octavo.startup.probe import torch_digest
 from random_models import DEEPSEEK, GEMMA, settings_of, token_prompts
 
 FILE = Path(__file__).with_name("recorded_bits.json")
+OF_TORCH = "mods: "  # so begin the groups that torch's operators serve on a CPU
 _QWEN_MOE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 300, "hidden_size": 64,
     "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -124,21 +127,22 @@ def _digest(output: RequestOutput) -> str:
     return digest.hexdigest()[:12]
 
 
-def observe(device: str) -> dict[str, list[str]]:
-    """Group -> a digest per request."""
+def observe(device: str, of_torch: bool | None = None) -> dict[str, list[str]]:
+    """Group -> a digest per request. of_torch: only of groups that are, or are not, OF_TORCH."""
     seen = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, settings, prompts, params in _groups(Path(folder), device):
-            with LLM(**settings) as llm:
-                seen[name] = [_digest(output) for output in llm.generate(prompts, params)]
+            if of_torch in (None, name.startswith(OF_TORCH)):
+                with LLM(**settings) as llm:
+                    seen[name] = [_digest(output) for output in llm.generate(prompts, params)]
     return seen
 
 
-def key(device: str) -> str:
-    """Where these bits are to be expected."""
+def key(device: str, group: str = "") -> str:
+    """Where the bits of a group are to be expected."""
     own = f"{platform.machine()}, torch {metadata.version('torch').partition('+')[0]}"
     if device == "cpu":
-        return f"cpu: {own}"
+        return f"cpu: {own}" + (f", its operators {torch_digest()}" if group.startswith(OF_TORCH) else "")
     import torch
 
     return f"{torch.cuda.get_device_name()}: {own}, triton {metadata.version('triton')}"
@@ -150,6 +154,8 @@ def recorded() -> dict[str, dict[str, list[str]]]:
 
 
 if __name__ == "__main__":
-    everything = recorded() | {key(sys.argv[1]): observe(sys.argv[1])}
+    everything = recorded()
+    for name, found in observe(sys.argv[1]).items():
+        everything.setdefault(key(sys.argv[1], name), {})[name] = found
     FILE.write_text(json.dumps(everything, indent=1, sort_keys=True) + "\n")
     print(f"{FILE.name}: {', '.join(everything)}")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from loading import load_model
-from model_rig import Case, make_reference
+from model_rig import SEEDS, Case, make_reference
 from octavo.checkpoint.config_reader.checkpoint import read_arch
 
 
@@ -29,7 +29,7 @@ def tiny_case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]
     def make(family: str) -> Case:
         if family not in made:
             folder = tmp_path_factory.mktemp(family)
-            reference = make_reference(family)
+            reference = make_reference(family, seed=SEEDS.get(family, 1))
             reference.save_pretrained(folder, max_shard_size="60KB")
             made[family] = Case(folder, reference, load_model(read_arch(folder), folder, torch.float32))
         return made[family]

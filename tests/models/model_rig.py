@@ -3,14 +3,17 @@ engine."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
+import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from hybrid_configs import HYBRIDS
 from octavo.attention.base import (
@@ -237,6 +240,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-tied": ("Qwen3Moe", {**MOE, "norm_topk_prob": False, "tie_word_embeddings": True}),
 }
 
+# The seed of a family's weights, where 1 makes two experts nearly tie for a place: see `narrowest_choice`.
+SEEDS = {"deepseek2": 2, "qwen3-moe-tied": 2}
+
 # What writes into the residual stream of a hybrid: small, since the norms behind its states make much of rounding.
 _ADDED = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj", "w2.weight", "output_linear.weight")
 
@@ -248,7 +254,7 @@ def _turn_partly(module: str) -> None:
     importlib.import_module(module).apply_rotary_pos_emb = apply_rotary_pos_emb
 
 
-def make_reference(family: str, **changes: Any) -> Any:
+def make_reference(family: str, *, seed: int = 1, **changes: Any) -> Any:
     """A tiny transformers model with weights that make logits of order one, norms and biases that matter."""
     import transformers
 
@@ -257,7 +263,7 @@ def make_reference(family: str, **changes: Any) -> Any:
         _turn_partly(f"transformers.models.{family.split('-')[0]}.modeling_{family.split('-')[0]}")
     texts = {text: f"{text}TextConfig" for text in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")}
     config_class = getattr(transformers, texts.get(name, f"{name}Config"))
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     values = {**SMALL, **({"max_position_embeddings": 1280} if family in HYBRIDS else {}), **own, **changes}
     values = {key: value for key, value in values.items() if value is not None or key == "pad_token_id"}
     config = config_class(**values, attn_implementation="eager")
@@ -288,6 +294,36 @@ def _soften(model: Any) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.normal_(std=0.1)
+
+
+class _Gaps(TorchFunctionMode):
+    """Watches `topk`: the least distance between the last value that was chosen and the first that was not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.least = math.inf
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func in (torch.topk, torch.Tensor.topk):
+            ordered, count = args[0].double().sort(dim=-1, descending=True).values, found.values.shape[-1]
+            if count < ordered.shape[-1]:
+                self.least = min(self.least, (ordered[..., count - 1] - ordered[..., count]).min().item())
+        return found
+
+
+@torch.inference_mode()
+def narrowest_choice(reference: Any, tokens: Sequence[int]) -> float:
+    """How near to a tie any router comes, of experts or of their groups, in float64; inf without a router.
+
+    Where it is below the rounding of a float32 forward, a library's order of sums decides who serves a token, and two
+    right forwards have logits that are far apart.
+    """
+    exact = copy.deepcopy(reference).double()
+    exact.set_experts_implementation("eager")  # the other ones know no float64
+    with _Gaps() as gaps:
+        exact(torch.tensor([tokens]))
+    return gaps.least
 
 
 def _last_tokens(inputs: AttentionInputs) -> LogitTokens:

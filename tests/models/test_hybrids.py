@@ -17,7 +17,7 @@ import torch
 from hybrid_configs import HYBRIDS
 from hybrid_rig import HybridRig
 from loading import load_model
-from model_rig import Case, make_reference
+from model_rig import Case, make_reference, narrowest_choice
 from octavo.attention.cpu import CpuBackend
 from octavo.checkpoint.config_reader.checkpoint import read_arch
 from octavo.checkpoint.config_reader.families import FAMILIES
@@ -45,6 +45,12 @@ def test_H_6_logits_equal_transformers(tiny_case: Callable[[str], Case], family:
     whole = HybridRig(case.model).run(PROMPT[:150], [150])
     assert _error(case, whole) <= TOLERANCE
     assert torch.equal(HybridRig(case.model).run(PROMPT[:150], [1, 62, 1, 7, 64, *[1] * 15]), whole)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_no_two_experts_tie(tiny_case: Callable[[str], Case], family: str) -> None:
+    """In none of the comparisons with transformers: else rounding would decide, see `narrowest_choice`."""
+    assert narrowest_choice(tiny_case(family).reference, PROMPT) >= 1e-6
 
 
 def test_a_multiplier_of_null_is_the_scale_of_plain_attention(tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def test_gradients_are_those_of_all_tokens_whose_prompts_are_left_out(llm: LLM, 
     ):
         loss = loss + own[len(each.prompt) - 1 : -1].sum() * number
     loss.backward()
-    torch.testing.assert_close(found, weight.grad, rtol=1e-5, atol=1e-7)
+    # the head's products are of other numbers of rows, and the library's order of sums may follow them
+    assert (found - weight.grad).norm() <= 2e-6 * weight.grad.norm()
     model.zero_grad()
 
 

@@ -25,6 +25,7 @@ _SHOWN_FEATURES = (
     "avx", "avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_bf16",
     "amx_int8", "asimd", "asimdhp", "bf16", "i8mm", "sve", "sve2",
 )  # fmt: skip
+_OF_TORCH = frozenset(("flex", "reference"))  # attention backends that run in torch on a CPU
 _PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "msgspec", "Jinja2", "huggingface_hub", "rich")
 
 
@@ -130,11 +131,18 @@ def numerics_contract(resolved: Resolved, *, native: str, gpu: str = "") -> dict
 
     Two engines whose contracts have the same `numerics_id` give the same bits. Instruction sets are not part of it
     where all compiled libraries agree; whether the compiled operators serve at all is (`native`: "none" if they do
-    not), and which chain their bfloat16 products follow. On a GPU (`gpu` is its name) the compiler of its kernels is.
+    not), and which chain their bfloat16 products follow. Where torch's own operators serve on a CPU, what they compute
+    on this one is. On a GPU (`gpu` is its name) the compiler of its kernels is. Imports torch.
     """
     installed = versions()
-    on_gpu = {"gpu": gpu, "triton": installed["triton"]}
-    return (on_gpu if resolved.device == "cuda" else {"bfloat16 chain": resolved.bfloat16_chain}) | {
+    if resolved.device == "cuda":
+        place = {"gpu": gpu, "triton": installed["triton"]}
+    else:
+        place = {"bfloat16 chain": resolved.bfloat16_chain}
+        used = {resolved.attention_backend, *(name for name, layers in resolved.layer_backends.items() if layers)}
+        if native == "none" or not _OF_TORCH.isdisjoint(used):
+            place["torch's operators here"] = torch_digest()
+    return place | {
         "operators": _source_digest(Path(__file__).parents[1]),
         "torch": installed["torch"],
         "machine": f"{platform.system()} {platform.machine()}",
@@ -147,6 +155,22 @@ def numerics_contract(resolved: Resolved, *, native: str, gpu: str = "") -> dict
         "states": resolved.state_dtype,
         "numerics": resolved.numerics,
     }
+
+
+def torch_digest() -> str:
+    """8 hexadecimal digits of what torch's operators give on this CPU, in bits. Imports torch.
+
+    They come from libraries that choose by instruction set and by the processor's maker, exponentials and logarithms
+    among them: two CPUs that torch treats alike have the same digits.
+    """
+    import torch
+
+    order = torch.arange(4096, device="cpu") * 2657 % 4096
+    x = (order.to(torch.float32) - 4095.5) / 256  # -16 to 0 in disorder, exact
+    rows, matrices = x.view(2, 2, 16, 64), x.repeat(4).view(2, 2, 64, 64)
+    found = [rows @ matrices, rows @ matrices.mT, x.exp(), (-x).log(), x.tanh()]
+    found += [x.view(-1, width).softmax(-1) for width in (8, 64)]
+    return hashlib.sha256(b"".join(each.numpy().tobytes() for each in found)).hexdigest()[:8]
 
 
 def numerics_id(contract: Mapping[str, str]) -> str:
