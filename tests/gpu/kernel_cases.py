@@ -306,10 +306,10 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     "Mamba-2": (
         _mamba2,
         (
-            "scan.mamba2_gpu.mamba2_scan",
-            "scan.mamba2_decode_gpu.mamba2_decode",
-            "scan.mamba2_walk_gpu.mamba2_walk",
-            "scan.mamba2_advance_gpu.mamba2_advance",
+            "scan.mamba2.mamba2_gpu.mamba2_scan",
+            "scan.mamba2.mamba2_decode_gpu.mamba2_decode",
+            "scan.mamba2.mamba2_walk_gpu.mamba2_walk",
+            "scan.mamba2.mamba2_advance_gpu.mamba2_advance",
         ),
     ),
     "Mamba-1": (functools.partial(_states, "mamba1", (300, 16)), ("scan.mamba1_gpu.mamba1_scan",)),

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from octavo.ops.scan import conv_decode, mamba2_advance, mamba2_decode
+from octavo.ops.scan import conv_decode
 from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step, loading
+from octavo.ops.scan.mamba2 import mamba2_advance, mamba2_decode
 from octavo.states import delta_gpu
 
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
@@ -35,19 +36,13 @@ extern "C" void run(const Told* told, u32 count, u32 threads) {
     for (block_id = 0; block_id < count; ++block_id) run_block(threads);
 }
 """
+_OWN = mamba2_advance.KERNEL, mamba2_decode.KERNEL, conv_decode.KERNEL
+_KERNELS = loading.KERNELS | {each.name: each for each in _OWN}
 
 
 @functools.cache
 def _library(kernel: str, macros: tuple[tuple[str, int | str], ...]) -> ctypes.CDLL:
-    own_source = (
-        mamba2_decode.KERNEL.own_source
-        if kernel == "mamba2_decode"
-        else conv_decode.KERNEL.own_source
-        if kernel == "conv_decode"
-        else mamba2_advance.own_source()
-        if kernel == "mamba2_advance"
-        else loading.own_source(kernel)
-    )
+    own_source = _KERNELS[kernel].own_source
     text = Path(__file__).with_name("lanes.h").read_text() + own_source
     folder = Path(tempfile.mkdtemp())
     source = folder / f"{hashlib.sha256(repr(macros).encode()).hexdigest()[:16]}.cpp"

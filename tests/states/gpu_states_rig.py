@@ -7,18 +7,20 @@ import random
 import unittest.mock
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 
 import state_rig as rig
 from emulated import COMPILER, advances_emulated, convolves_emulated, decodes_emulated, emulated
 from octavo.layers.recurrent import GatedDeltaRule, ShortConvolution, state_spec
-from octavo.ops.scan import SHORT_CHUNK, mamba2_advance_gpu, mamba2_decode_gpu
+from octavo.ops.scan import SHORT_CHUNK
 from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step
+from octavo.ops.scan.mamba2 import mamba2_advance_gpu, mamba2_decode_gpu
 from octavo.rl.autograd import recurrent
 from octavo.rl.autograd.recurrent import DeltaSizes, gated_delta, short_conv
 from octavo.rl.pack import Pack
-from octavo.states import conv_decode, delta_gpu, example, gpu, mamba2_advance, mamba2_decode
+from octavo.states import agreement, conv_decode, delta_gpu, example, gpu, mamba2_advance, mamba2_decode
 from octavo.states.base import StateBackend
 from octavo.states.gpu import GpuStates
 from octavo.states.reference import DELTA_INPUTS, ReferenceStates
@@ -78,7 +80,9 @@ def beside_prompts() -> None:
             rows.padded = padded
             for counts in steps:
                 for part in [{row: count} for row, count in counts.items()] if apart else [counts]:
-                    with unittest.mock.patch.object(mamba2_decode_gpu, "mamba2_decode", unittest.mock.MagicMock()) as launched:
+                    with unittest.mock.patch.object(
+                        mamba2_decode_gpu, "mamba2_decode", unittest.mock.MagicMock()
+                    ) as launched:
                         launched.__getitem__.side_effect = decode.__getitem__
                         rows.compute(part)
                     assert launched.__getitem__.called == (1 in part.values() or padded > 0), part
@@ -123,7 +127,7 @@ def advanced_in_cuda(device: str = "cpu") -> None:
     spec, drawn, found = rig.state_spec(case.part), rig.draw_all(case, (129, 65, 64)), []
     move(case, device)
     for copied, blocks in ((False, 0), (True, 1), (True, 3)) if emulates else ((False, 0), (True, 0)):
-        own = {"_COPIED": copied} | ({"_agrees": lambda *_: True} if emulates else {})
+        own = {"_COPIED": copied} | ({"agrees": lambda *_: True} if emulates else {})
         where = advances_emulated(blocks) if emulates else contextlib.nullcontext([])
         with unittest.mock.patch.multiple(mamba2_advance, **own), where as launches:
             rows = rig.Rows(case, GpuStates(), drawn, block_size=64, beside=[spec], device=device)
@@ -145,7 +149,7 @@ def advanced_in_cuda(device: str = "cpu") -> None:
 
 
 def decoded_in_cuda(device: str = "cpu") -> None:
-    """Rows of Mamba-2 that decode by the kernel in CUDA C++, lanes on a CPU, beside Triton's: in blocks, groups and tasks.
+    """Rows of Mamba-2 that decode by the kernel in CUDA C++, lanes on a CPU, beside Triton's: in blocks and tasks.
 
     On a CPU they are near each other: Triton's interpreter rounds to bfloat16 towards zero. Gates are alike.
     """
@@ -187,7 +191,13 @@ def convolved_in_cuda(device: str = "cpu") -> None:
             with unittest.mock.patch.multiple(conv_decode, **own), where as launches:
                 rows = rig.Rows(case, GpuStates(), drawn, block_size=64, device=device)
                 rows.padded = 1
-                steps = [{1: 62, 0: 62, 2: 62}, *[{4: 1, 3: 1, 1: 1, 0: 1, 2: 1}] * 2, {3: 1, 1: 1, 0: 1}, {1: 1}, {0: 63}]
+                steps = [
+                    {1: 62, 0: 62, 2: 62},
+                    *[{4: 1, 3: 1, 1: 1, 0: 1, 2: 1}] * 2,
+                    {3: 1, 1: 1, 0: 1},
+                    {1: 1},
+                    {0: 63},
+                ]
                 for counts in [*steps, *[{0: 1}] * 3]:
                     rows.compute(counts)
             assert launches == ["conv_decode"] * (7 if copied and emulates else 0), launches
@@ -200,26 +210,40 @@ def convolved_in_cuda(device: str = "cpu") -> None:
                 assert (one - other).abs().max() <= (8e-3 * one.abs().max() if near else 0)
 
 
-def advances_are_compared() -> None:
-    """By an example of a layer's own shape, before the kernel in CUDA C++ runs: here it sums in another order."""
-    case = rig.CASES["mamba2"](torch.bfloat16, 8, 64, 1, 128)
-    asked = unittest.mock.patch.object(
-        mamba2_advance.validation_cache, "holds", lambda told, device, compare: compare()
-    )
+def kernels_of_rows_are_compared() -> None:
+    """By examples of a layer's own shape, before those in CUDA C++ run: here they sum in another order."""
+    mamba2, conv = rig.CASES["mamba2"](torch.bfloat16, 8, 64, 1, 128), rig.CASES["conv"](torch.bfloat16, 96, 4)
+    holds = unittest.mock.patch.object(agreement.validation_cache, "holds", lambda told, device, compare: compare())
     captured = unittest.mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
-    agree, found = mamba2_advance.agree, list[list[bool]]()
+    for module, emulator, case, same in (
+        (mamba2_advance, advances_emulated, mamba2, [False, True, True, True, True]),
+        (mamba2_decode, decodes_emulated, mamba2, [False, True, True, True, False, False]),
+        (conv_decode, convolves_emulated, conv, [False, True, True]),
+    ):
+        found = list[list[bool]]()
 
-    def near(results: Sequence[Sequence[torch.Tensor]]) -> bool:
-        assert agree([results[0], results[0]])
-        found.append([torch.equal(*(each.view(torch.uint8) for each in one)) for one in zip(*results, strict=True)])
-        return agree(results)
+        def near(
+            results: Sequence[Sequence[torch.Tensor]], found: list[list[bool]] = found, agree: Any = module.agree
+        ) -> bool:
+            assert agree([results[0], results[0]])
+            found.append([torch.equal(*(each.view(torch.uint8) for each in one)) for one in zip(*results, strict=True)])
+            return agree(results)
 
-    with asked, captured, advances_emulated(3) as launches:
-        with unittest.mock.patch.object(mamba2_advance, "agree", near):
+        asked = unittest.mock.patch.object(module, "agree", near)
+        others = [each for each in (mamba2_decode, conv_decode) if each is not module]
+        with contextlib.ExitStack() as stack:
+            for each in others:
+                stack.enter_context(unittest.mock.patch.object(each, "_COPIED", False))
+            if module is not mamba2_advance:
+                stack.enter_context(unittest.mock.patch.object(module, "_FEWEST_ROWS", 0))
+            stack.enter_context(unittest.mock.patch.dict(agreement._found, clear=True))
+            stack.enter_context(holds), stack.enter_context(captured), stack.enter_context(asked)
+            launches = stack.enter_context(emulator(3))
             rows = rig.Rows(case, GpuStates(), rig.draw_all(case, (65,)), block_size=64)
             rows.compute({0: 63})
             rows.compute({0: 1})
-    assert (launches, found) == (["mamba2_advance"], [[False, True, True, True, True]])
+        assert len(launches) == len(found) == 1, (launches, found)  # a difference ends it
+        assert all(is_same or not told for is_same, told in zip(found[0], same, strict=True)), found
 
 
 def parted() -> None:
@@ -405,7 +429,7 @@ def kernels_are_compared() -> None:
         return True
 
     same = example.agree
-    asked = unittest.mock.patch.object(delta_gpu.validation_cache, "holds", lambda told, device, compare: compare())
+    asked = unittest.mock.patch.object(agreement.validation_cache, "holds", lambda told, device, compare: compare())
     near = unittest.mock.patch.object(example, "agree", agree)
     captured = unittest.mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
     for kernel, launched in (
@@ -455,6 +479,6 @@ INTERPRETED = (
     | ({"mamba2's states in one kernel": advanced_in_cuda} if COMPILER else {})
     | ({"mamba2 decodes in one kernel": decoded_in_cuda} if COMPILER else {})
     | ({"rows are convolved in one kernel": convolved_in_cuda} if COMPILER else {})
-    | ({"what advances is compared": advances_are_compared} if COMPILER else {})
+    | ({"kernels of rows are compared": kernels_of_rows_are_compared} if COMPILER else {})
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}
 )

@@ -23,8 +23,9 @@ import gpu_states_rig  # noqa: E402
 import state_rig as rig  # noqa: E402
 from interpreted import run_rig  # noqa: E402
 from octavo.ops.compile import launch, nvrtc  # noqa: E402
-from octavo.ops.scan import mamba2_advance  # noqa: E402
+from octavo.ops.scan import conv_decode  # noqa: E402
 from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step, loading  # noqa: E402
+from octavo.ops.scan.mamba2 import mamba2_advance, mamba2_decode  # noqa: E402
 from octavo.states import gpu  # noqa: E402
 from octavo.states.gpu import GpuStates  # noqa: E402
 from sass import unwritten_reads  # noqa: E402
@@ -70,7 +71,7 @@ def test_one_kernel_decodes_the_delta_rule_without_spilling(heads: int, tmp_path
         pytest.skip("needs NVRTC")
     form = (663552, 331776, 16384, 32, 32, 128, 2, 1)
     macros = delta_step.macros((16 * heads, 16), 64, [form] * 6, torch.bfloat16)
-    code, told = nvrtc.compile_told(loading.source("delta_step"), macros, "sm_90a", "--ptxas-options=-v")
+    code, told = nvrtc.compile_told(loading.KERNELS["delta_step"].source, macros, "sm_90a", "--ptxas-options=-v")
     assert sum(map(int, re.findall(r"(\d+) bytes spill", told))) <= (64 if heads == 4 else 0), told
     assert unwritten_reads(code, tmp_path) == []
     found = re.search(r"Used (\d+) registers", told)
@@ -97,7 +98,7 @@ def test_prompts_of_the_delta_rule_spill_no_register(name: str, heads: int, tmp_
         groups = 2 if name == "two groups" else 1
         name, macros = "delta_prompts", {**delta_prompts.macros(*shape), "GROUPS": groups}
         assert delta_prompts.shared_bytes(groups) <= SHARED_BYTES
-    code, told = nvrtc.compile_told(loading.source(name), macros, "sm_90a", "--ptxas-options=-v")
+    code, told = nvrtc.compile_told(loading.KERNELS[name].source, macros, "sm_90a", "--ptxas-options=-v")
     assert "0 bytes spill stores" in told, told
     assert "serialized" not in told and "setmaxnreg" not in told, told  # products of warp groups; registers they take
     assert unwritten_reads(code, tmp_path) == []
@@ -111,10 +112,39 @@ def test_one_kernel_advances_states_of_mamba2_without_spilling(groups: int, tmp_
     except nvrtc.CompileError:
         pytest.skip("needs NVRTC")
     macros = mamba2_advance.macros((128, groups), 64, [(663552, 331776, 16384, 32, 1, 128, 2, 1)] * 5)
-    code, told = nvrtc.compile_told(mamba2_advance.source(), macros, "sm_90a", "--ptxas-options=-v")
+    code, told = nvrtc.compile_told(mamba2_advance.KERNEL.source, macros, "sm_90a", "--ptxas-options=-v")
     assert "0 bytes spill stores" in told, told
     assert unwritten_reads(code, tmp_path) == []
     assert 2 * (mamba2_advance.shared_bytes(macros) + 1024) <= SHARED_BYTES + 1024
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(128, 8), (24, 1), (32, 1), (112, 8)])
+def test_one_kernel_decodes_mamba2_without_spilling(heads: int, groups: int, tmp_path: Path) -> None:
+    try:
+        nvrtc._library()
+    except nvrtc.CompileError:
+        pytest.skip("needs NVRTC")
+    macros = mamba2_decode.macros((heads, groups), 64, [(663552, 331776, 16384, 32, 1, 128, 2, 1)] * 5)
+    code, told = nvrtc.compile_told(mamba2_decode.KERNEL.source, macros, "sm_90a", "--ptxas-options=-v")
+    assert "0 bytes spill stores" in told, told
+    assert unwritten_reads(code, tmp_path) == []
+    assert mamba2_decode.shared_bytes(macros) <= SHARED_BYTES
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(4, torch.bfloat16), (3, torch.float16)])
+def test_one_kernel_convolves_rows_that_decode_without_spilling(width: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Two blocks fit a processor."""
+    try:
+        nvrtc._library()
+    except nvrtc.CompileError:
+        pytest.skip("needs NVRTC")
+    forms = [(663552, 331776, 16384, 32, 1, 128, 2, 1)] * 2
+    macros = conv_decode.macros((width, 10240, 64), 64, forms, dtype, (width == 4, True))
+    code, told = nvrtc.compile_told(conv_decode.KERNEL.source, macros, "sm_90a", "--ptxas-options=-v")
+    registers = re.search(r"Used (\d+) registers", told)
+    assert "0 bytes spill stores" in told and registers is not None, told
+    assert 2 * conv_decode.THREADS * int(registers[1]) <= 65536
+    assert unwritten_reads(code, tmp_path) == []
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(1, 1), (2, 1), (3, 2), (16, 2)])

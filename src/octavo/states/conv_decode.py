@@ -21,7 +21,7 @@ from octavo.states.launches import Told
 # one at its end; and two of a first chunk.
 _EXAMPLES = (64, 1), (65, 1), (64 + 41, 1), ENDING, (1, 1), (0, 1)
 _COPIED = True
-_FEWEST_ROWS = 32  # with fewer, Triton's is as fast
+_FEWEST_ROWS = 64  # with fewer, Triton's is as fast
 
 Plain = Callable[[LayerStates, Told, Tensor, Tensor], None]  # x, out
 
@@ -36,7 +36,11 @@ def convolve(own: LayerStates, told: Told, conv: ConvOperands, x: Tensor, out: T
 
 def _chosen(own: LayerStates, told: Told, conv: ConvOperands, x: Tensor, plain: Plain) -> bool:
     """Whether the kernel in CUDA C++ serves a layer, is there, and was found to give Triton's bits."""
-    if not _COPIED or len(own.inputs.rows) < _FEWEST_ROWS or not conv_decode.serves(len(conv.weight), own.chunk, x, told.kept):
+    if (
+        not _COPIED
+        or len(own.inputs.rows) < _FEWEST_ROWS
+        or not conv_decode.serves(len(conv.weight), own.chunk, x, told.kept)
+    ):
         return False
     macros = _macros(own, told, conv)
 

@@ -6,7 +6,6 @@ Invariants: tiles move no bit, nor does the choice of a kernel; no launch waits 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.ops.compile import side_by_side, validation_cache
+from octavo.ops.compile import side_by_side
 from octavo.ops.compile.launch import chained
 from octavo.ops.compile.row_sum import padded_length
 from octavo.ops.scan import DeltaOperands
@@ -24,10 +23,10 @@ from octavo.ops.scan.delta.scan_gpu import delta_advance, delta_blocks, delta_sc
 from octavo.ops.scan.delta.walk_gpu import delta_chunks, delta_walk
 from octavo.ops.scan.gates_gpu import normalize_keys
 from octavo.states import delta_check, example
+from octavo.states.agreement import agrees
 from octavo.states.base import LayerStates
 from octavo.states.launches import FEW, PLAIN, Told, gates, is_streamable, kind_of, precision
 
-_LOG = logging.getLogger(__name__)
 _LINES = 16  # q and k that a program makes of norm 1
 # Channels and warps of a program: they move no bit. See tests/states/test_state_kernels.py for registers.
 _ADVANCING, _WALKING, _STREAMING = "advance", "walk", "stream"
@@ -59,7 +58,6 @@ _EXAMPLES = {
     delta_prompts: (delta_check.PROMPT, delta_check.CONTINUED),
     delta_prepare: (delta_check.CONTINUED,),
 }
-_agreed: dict[tuple[object, ...], bool] = {}  # by kernel, GPU and what it was compiled for
 _SCAN_REGISTERS: int | None = 128  # of a thread: four programs of 16-bit types a processor, 32 kB of states each
 _FORMS = ("STATE_FORM", "KEY_FORM", "VALUE_FORM", "UPDATE_FORM", "TOTAL_FORM", "RATE_FORM")
 
@@ -87,31 +85,16 @@ def _agrees(
     qkv: Tensor,
 ) -> bool:
     """Whether the kernel has Triton's bits: found once, unless a graph is captured or a pass compiles."""
-    what = kernel.__name__, qkv.device.index, *macros.items()
-    if what not in _agreed:
-        if side_by_side.current() is not None:
-            return True
-        if torch.cuda.is_current_stream_capturing():
-            return False
 
-        def compare() -> bool:
-            those = {kernel} | ({delta_prompts} if kernel is delta_prepare else set())  # which are loaded
-            copied = functools.partial(gated_delta, choose=lambda each, *_: each in those)
-            forms = delta_prompts.GROUPS if delta_prompts in those else (0,)
-            plain: delta_check.Run = functools.partial(gated_delta, choose=lambda *_: False)
-            runs = [plain, *(_formed(copied, each) for each in forms)]
-            return all(example.agree(delta_check.results(own, told, rule, qkv, row, runs)) for row in _EXAMPLES[kernel])
+    def compare() -> bool:
+        those = {kernel} | ({delta_prompts} if kernel is delta_prepare else set())  # which are loaded
+        copied = functools.partial(gated_delta, choose=lambda each, *_: each in those)
+        forms = delta_prompts.GROUPS if delta_prompts in those else (0,)
+        plain: delta_check.Run = functools.partial(gated_delta, choose=lambda *_: False)
+        runs = [plain, *(_formed(copied, each) for each in forms)]
+        return all(example.agree(delta_check.results(own, told, rule, qkv, row, runs)) for row in _EXAMPLES[kernel])
 
-        try:
-            told_of = [kernel.__name__, sorted(map(str, macros.items()))]
-            _agreed[what] = validation_cache.holds(told_of, qkv.device, compare)
-        except torch.OutOfMemoryError:
-            _LOG.warning("no memory to compare %s with Triton's kernels, which run instead", kernel.__name__)
-            _agreed[what] = False
-            return False
-        if not _agreed[what]:
-            _LOG.warning("%s sums in another order than Triton's kernels, which run instead", kernel.__name__)
-    return _agreed[what]
+    return agrees(kernel.__name__, macros, qkv.device, compare)
 
 
 def _formed(run: delta_check.Run, groups: int) -> delta_check.Run:

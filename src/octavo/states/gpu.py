@@ -21,15 +21,15 @@ from octavo.ops.scan import (
     DeltaOperands,
     Mamba1Operands,
     Mamba2Operands,
-    mamba2_decode_gpu,
 )
 from octavo.ops.scan.conv_decode_gpu import decode_convolution
 from octavo.ops.scan.conv_gpu import convolve_prompts, short_convolution
 from octavo.ops.scan.kept import form_of
 from octavo.ops.scan.mamba1_gpu import mamba1_scan
-from octavo.ops.scan.mamba2_decode_gpu import programs_of
-from octavo.ops.scan.mamba2_gpu import mamba2_scan
-from octavo.ops.scan.mamba2_walk_gpu import mamba2_walk
+from octavo.ops.scan.mamba2 import mamba2_decode_gpu
+from octavo.ops.scan.mamba2.mamba2_decode_gpu import programs_of
+from octavo.ops.scan.mamba2.mamba2_gpu import mamba2_scan
+from octavo.ops.scan.mamba2.mamba2_walk_gpu import mamba2_walk
 from octavo.states import composed, conv_decode, delta_gpu, mamba2_advance, mamba2_decode
 from octavo.states.base import LayerStates
 from octavo.states.launches import FEW, PLAIN, Told, gates, has_prompts, is_streamable, kind_of, precision
@@ -307,7 +307,7 @@ def _mamba2_shape(own: LayerStates, scan: Mamba2Operands, told: Told, x: Tensor,
 
 
 def _is_parted(states: Tensor, x: Tensor) -> bool:
-    """Whether what products take of states lies apart: see `octavo.ops.scan.mamba2_states`."""
+    """Whether what products take of states lies apart: see `octavo.ops.scan.mamba2.mamba2_states`."""
     return x.dtype is torch.bfloat16 and states.dtype is torch.float32
 
 

@@ -6,30 +6,28 @@ no launch waits for the device, so graphs may hold it.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from octavo.ops.compile import side_by_side, validation_cache
 from octavo.ops.compile.launch import chained
 from octavo.ops.compile.row_sum import padded_length
-from octavo.ops.scan import Mamba2Operands, mamba2_advance
-from octavo.ops.scan import mamba2_advance_gpu as triton_gpu
+from octavo.ops.scan import Mamba2Operands
+from octavo.ops.scan.mamba2 import mamba2_advance
+from octavo.ops.scan.mamba2 import mamba2_advance_gpu as triton_gpu
+from octavo.states.agreement import agrees
 from octavo.states.base import LayerStates
 from octavo.states.example import ENDING, Example, agree
 from octavo.states.launches import PLAIN, Told
 
-_LOG = logging.getLogger(__name__)
 # Of Triton's kernel: heads of a task; programs, two a processor; heads on their way or used; registers of a thread.
 _HEADS, _PROGRAMS, _STAGES, _REGISTERS = 16, 264, 2, 255
 _MOST_STATES = 128  # with which several heads fit a Hopper's shared memory
 _FEWEST_ROWS = 512  # for which it is compiled
 _ENDING_FIRST = 63, 1  # of a row: no state is ahead of its chunk
 _COPIED = True
-_agreed: dict[tuple[object, ...], bool] = {}  # by GPU and what the kernel was compiled for
 
 Firsts = Sequence[tuple[int, int]]  # parts of each layer's states and inputs
 
@@ -61,45 +59,17 @@ def _chosen(
     if not (_COPIED and shape["PARTED"] and mamba2_advance.serves(heads, sizes, own.chunk, num_rows, told.kept)):
         return False
     macros, device = _macros(own, told, scan), told.kept[0].device
-    return mamba2_advance.is_loaded(macros, device) and _agrees(macros, own, told, scan, shape, warps)
 
+    def plain(example: LayerStates, kept: Told) -> None:
+        _plain(example, kept, scan, 1, [kept.firsts], shape, warps)
 
-def _agrees(
-    macros: dict[str, int | str],
-    own: LayerStates,
-    told: Told,
-    scan: Mamba2Operands,
-    shape: dict[str, Any],
-    warps: int,
-) -> bool:
-    """Whether the kernel has Triton's bits: found once, unless a graph is captured or a pass compiles."""
-    device = told.kept[0].device
-    what = device.index, *macros.items()
-    if what not in _agreed:
-        if side_by_side.current() is not None:
-            return True
-        if torch.cuda.is_current_stream_capturing():
-            return False
+    def copied(example: LayerStates, kept: Told) -> None:
+        _copied(example, kept, scan, 1, [kept.firsts])
 
-        def compare() -> bool:
-            def plain(example: LayerStates, kept: Told) -> None:
-                _plain(example, kept, scan, 1, [kept.firsts], shape, warps)
+    def compare() -> bool:
+        return all(agree(_results(own, told, row, (plain, copied))) for row in (ENDING, _ENDING_FIRST))
 
-            def copied(example: LayerStates, kept: Told) -> None:
-                _copied(example, kept, scan, 1, [kept.firsts])
-
-            return all(agree(_results(own, told, row, (plain, copied))) for row in (ENDING, _ENDING_FIRST))
-
-        try:
-            told_of = [mamba2_advance.__name__, sorted(map(str, macros.items()))]
-            _agreed[what] = validation_cache.holds(told_of, device, compare)
-        except torch.OutOfMemoryError:
-            _LOG.warning("no memory to compare the kernels that advance states of Mamba-2: Triton's runs")
-            _agreed[what] = False
-            return False
-        if not _agreed[what]:
-            _LOG.warning("%s sums in another order than Triton's kernel, which runs instead", mamba2_advance.__name__)
-    return _agreed[what]
+    return mamba2_advance.is_loaded(macros, device) and agrees(mamba2_advance.__name__, macros, device, compare)
 
 
 def _results(

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from octavo.ops.scan import Mamba2Operands, mamba2_decode
+from octavo.ops.scan import Mamba2Operands
+from octavo.ops.scan.mamba2 import mamba2_decode
 from octavo.states.agreement import agrees
 from octavo.states.base import LayerStates
 from octavo.states.example import ENDING, Example, agree

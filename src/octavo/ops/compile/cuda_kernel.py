@@ -1,4 +1,4 @@
-"""A kernel in CUDA C++ that lanes.cu's instructions are ahead of: its text, its machine code on each GPU, its launches.
+"""A kernel in CUDA C++ behind lanes.cu's instructions: its text, its machine code on each GPU, its launches.
 
 Does not know what it computes. Invariants: nothing is loaded while a graph is captured, and where passes compile
 without a launch nothing is launched; a kernel that cannot be had is told of once.
@@ -52,7 +52,9 @@ class CudaKernel:
         if key not in self._functions:
             own = dict(macros)
             if (made := side_by_side.current()) is not None:
-                made.compile(self.name, tuple(own.items()), functools.partial(nvrtc.machine_code, self.source, own, _ARCH))
+                made.compile(
+                    self.name, tuple(own.items()), functools.partial(nvrtc.machine_code, self.source, own, _ARCH)
+                )
                 return True
             if torch.cuda.is_current_stream_capturing():
                 return False

@@ -16,7 +16,7 @@ from octavo.ops.compile.cuda_kernel import CudaKernel, processors
 from octavo.ops.gemm.gemm_pipeline import is_hopper
 from octavo.ops.scan.kept import Form
 
-_TILE, _AHEAD, _RESIDENT = 1024, 4, 3
+_TILE, _AHEAD, _RESIDENT = 1024, 4, 2  # channels of a block; rows at once; blocks of a processor
 THREADS = 256
 _TYPES = (torch.bfloat16, torch.float16)
 _FOLDER = Path(__file__).parent
@@ -57,7 +57,7 @@ def fits(width: int, chunk: int, x: Tensor, kept: Sequence[Tensor]) -> bool:
 def macros(
     sizes: tuple[int, int, int], block_size: int, forms: Sequence[Form], dtype: torch.dtype, acts: tuple[bool, bool]
 ) -> dict[str, int | str]:
-    """A layer's. sizes: width, channels, tokens of a chunk; forms: of states and inputs; acts: whether it has a bias, and silu."""
+    """A layer's. sizes: width, channels, a chunk's tokens; forms: of states and inputs; acts: whether bias, silu."""
     return {
         "WIDTH": sizes[0],
         "CHANNELS": sizes[1],

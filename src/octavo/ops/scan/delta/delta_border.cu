@@ -9,7 +9,7 @@ __device__ inline void advance(const Told& told, int task, u32 places, u32 broug
     u32 head = channels / (2 * SIZE), own_head = head % PER;
     const int* table = told.state_table + row.table_row * told.state_columns;
     int held;
-    u64 goal = place(table, told.state_first, row.last() / CHUNK, 0, head * SIZE, states, held);
+    u64 goal = place(table, told.state_first, row.last() / CHUNK, 0, head * SIZE, SIZE, states, held);
     if (held <= 0) return;
     u64 source = address_at(places + STATES + own_head * 8);
     goal = (u64)(told.state + goal);

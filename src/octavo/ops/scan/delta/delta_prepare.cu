@@ -65,7 +65,7 @@ __device__ inline Part part_of(const Told& told) {
 
 // Where what a token brought is kept, of run 0.
 __device__ inline u64 kept_at(const Told& told, const Part& part, int at, const Form& form, int& held) {
-    return place(part.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, form, held);
+    return place(part.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, SIZE, form, held);
 }
 
 typedef Four Given[CHUNK / WARPS];

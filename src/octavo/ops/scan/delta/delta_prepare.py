@@ -43,10 +43,10 @@ def shared_bytes(own: dict[str, int | str]) -> int:
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
     """Whether the kernel is there: see `loading`."""
-    return loading.is_found("delta_prepare", shared_bytes(own), own, device)
+    return loading.KERNELS["delta_prepare"].is_loaded(own, shared_bytes(own), device)
 
 
 def launch(told: Told, num_chunks: int, own: dict[str, int | str], device: torch.device) -> None:
     """Run it. Ask `is_loaded` first. num_chunks: of all rows, at most; two more of each."""
     blocks = num_chunks * int(own["KEY_HEADS"])
-    loading.run("delta_prepare", told, blocks, 256, shared_bytes(own), own, device)
+    loading.KERNELS["delta_prepare"].launch(told, blocks, 256, shared_bytes(own), own, device)

@@ -123,12 +123,12 @@ __device__ inline void ask_open(const Told& told, const Walk& walk, u32 to) {
         const u16* value = told.value + token * told.value_row;
         const float *total = told.total + token * HEADS, *rate = told.rate + token * HEADS;
         if (is_old) {
-            key = told.key_kept + place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, keys, held) + walk.key_head * SIZE;
-            u64 where = at < known ? place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, updates, held)
-                                   : place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, values, held);
+            key = told.key_kept + place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, SIZE, keys, held) + walk.key_head * SIZE;
+            u64 where = at < known ? place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, SIZE, updates, held)
+                                   : place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, SIZE, values, held);
             value = (at < known ? told.update_kept : told.value_kept) + where;
-            total = told.total_kept + place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, totals, held);
-            rate = told.rate_kept + place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, rates, held);
+            total = told.total_kept + place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, SIZE, totals, held);
+            rate = told.rate_kept + place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, SIZE, rates, held);
         }
         for (int half = 0; half < 2; ++half) {
             u32 tile = to + half * TILE + in_tile(line, part);
@@ -169,8 +169,8 @@ __device__ inline void ask_kept(const Told& told, const Walk& walk, int from, in
         if (is_key) part -= num_values;
         int wide = is_key ? SIZE / 8 : CHANNELS / 8, at = from + part / wide, inner = part % wide * 8;
         i64 token = (i64)walk.token + at - walk.computed;
-        u64 where = is_key ? place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, keys, held)
-                           : place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, values, held);
+        u64 where = is_key ? place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, SIZE, keys, held)
+                           : place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, SIZE, values, held);
         inner += is_key ? walk.key_head * SIZE : walk.channel;
         source[i] = (u64)(is_key ? told.key + token * KEY_HEADS * SIZE + inner : told.value + token * told.value_row + inner);
         kept.goal[i] = held > 0 && asked < num ? (u64)((is_key ? told.key_kept : told.value_kept) + where + inner) : 0;
@@ -237,7 +237,7 @@ __device__ inline void write_results(const Told& told, const Walk& walk, int beg
 __device__ inline i64 state_at(const Told& told, const Walk& walk, int border) {
     constexpr Form states{STATE_FORM};
     int held;
-    u64 goal = place(walk.states, told.state_first, border / CHUNK - 1, 0, walk.head * SIZE, states, held);
+    u64 goal = place(walk.states, told.state_first, border / CHUNK - 1, 0, walk.head * SIZE, SIZE, states, held);
     return held > 0 ? (i64)goal : -1;
 }
 
@@ -472,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
 #pragma unroll
                 for (int j = some; j < some + GROUPS * GROUPS; ++j) {
                     int line = j * 8 + lane / 4, at = begin + min(line, left - 1);
-                    u64 where = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, updates, held);
+                    u64 where = place(walk.inputs, told.input_first, at / BLOCK, at % BLOCK, 0, SIZE, updates, held);
                     where += walk.head * SIZE + first + lane % 4 * 4;
                     goals[j - some] = held > 0 && line < left && at >= kept_from ? (u64)(told.update_kept + where) : 0;
                 }

@@ -16,6 +16,7 @@ from contextvars import ContextVar
 import torch
 
 from octavo.ops.compile import driver
+from octavo.ops.compile.cuda_kernel import processors
 from octavo.ops.scan.delta import loading
 
 serves, macros = loading.serves, loading.macros
@@ -84,13 +85,13 @@ def shared_bytes(groups: int) -> int:
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
     """Whether the kernel is there, for both numbers of groups: see `loading`."""
-    found = [loading.is_found("delta_prompts", shared_bytes(n), {**own, "GROUPS": n}, device) for n in GROUPS]
+    found = [loading.KERNELS["delta_prompts"].is_loaded({**own, "GROUPS": n}, shared_bytes(n), device) for n in GROUPS]
     return all(found)
 
 
 def launch(told: Told, num_rows: int, own: dict[str, int | str], device: torch.device) -> None:
     """Run it. Ask `is_loaded` first."""
     num_heads = num_rows * int(own["HEADS"])
-    groups = _compared.get() or groups_of(num_heads, loading.processors(device))
+    groups = _compared.get() or groups_of(num_heads, processors(device))
     blocks, shared = num_heads * 2 // groups, shared_bytes(groups)
-    loading.run("delta_prompts", told, blocks, threads_of(groups), shared, {**own, "GROUPS": groups}, device)
+    loading.KERNELS["delta_prompts"].launch(told, blocks, threads_of(groups), shared, {**own, "GROUPS": groups}, device)

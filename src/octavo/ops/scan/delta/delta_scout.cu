@@ -94,16 +94,6 @@ __device__ inline Sought sought_of(int i, const Told& told, const Row& row, int 
     return i < 64 || i == 84 ? seek_token(told, row, at, updates) : seek_token(told, row, at, values);
 }
 
-__device__ inline void put_address(u32 at, u64 x) {
-    put(at, (u32)x);
-    put(at + 4, (u32)(x >> 32));
-}
-
-__device__ inline u64 address_at(u32 at) {
-    Two both = get2(at);
-    return both.x[0] | (u64)both.x[1] << 32;
-}
-
 // Write down what was found of thing i: `held` is what the table said.
 __device__ inline void tell(int i, u32 places, const Told& told, const Row& row, const Sought& sought, int held) {
     constexpr Form states{STATE_FORM}, values{VALUE_FORM}, updates{UPDATE_FORM};

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from octavo.ops.compile.cuda_kernel import processors
 from octavo.ops.scan.delta import loading
 from octavo.ops.scan.kept import Form
 
@@ -50,10 +51,10 @@ def shared_bytes(own: dict[str, int | str]) -> int:
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
     """Whether the kernel is there. Loads it unless a graph is captured; tells once why it cannot be had."""
-    return loading.is_found("delta_step", shared_bytes(own), own, device)
+    return loading.KERNELS["delta_step"].is_loaded(own, shared_bytes(own), device)
 
 
 def launch(told: Told, own: dict[str, int | str], device: torch.device) -> None:
     """Run it; it may begin before the kernel ahead has ended. Ask `is_loaded` first."""
-    blocks = min(told.num_rows * int(own["KEY_HEADS"]), int(own["RESIDENT"]) * loading.processors(device))
-    loading.run("delta_step", told, blocks, 128 * int(own["PER"]) + 32, shared_bytes(own), own, device)
+    blocks = min(told.num_rows * int(own["KEY_HEADS"]), int(own["RESIDENT"]) * processors(device))
+    loading.KERNELS["delta_step"].launch(told, blocks, 128 * int(own["PER"]) + 32, shared_bytes(own), own, device)

@@ -1,31 +1,6 @@
-// What the delta rule's kernels share: where things are kept, and what a token brings.
+// What the delta rule's kernels share beside kept.cu: what a token brings.
 
-// Constants of a tensor that is kept: see `octavo.ops.scan.kept.Form`.
-struct Form {
-    i64 block, part, line;
-    int lines, of_item, runs, parts, blocks;
-};
-#define CHUNK 64
 #define SIZE 128  // of a head's keys, and of its values
-
-__device__ inline u64 place(const int* table, int first_part, int entry, int offset, int run, const Form& form, int& held) {
-    int line = offset * form.of_item + run / form.runs, part = first_part + line / form.lines;
-    held = table[entry * form.blocks + part / form.parts];
-    return held * form.block + part % form.parts * form.part + line % form.lines * form.line + run % form.runs * (i64)SIZE;
-}
-
-// log(1 + e^x); see `octavo.ops.scan.gates_gpu.softplus`.
-__device__ inline float softplus(float x) {
-    float y = exponential(less(0.0f, x < 0.0f ? -x : x)), s = over(y, plus(y, 2.0f)), square = times(s, s);
-    float p = plus(times(square, (float)(1.0 / 17.0)), (float)(1.0 / 15.0));
-    p = plus(times(p, square), (float)(1.0 / 13.0));
-    p = plus(times(p, square), (float)(1.0 / 11.0));
-    p = plus(times(p, square), (float)(1.0 / 9.0));
-    p = plus(times(p, square), (float)(1.0 / 7.0));
-    p = plus(times(p, square), (float)(1.0 / 5.0));
-    p = plus(times(p, square), (float)(1.0 / 3.0));
-    return plus(x > 0.0f ? x : 0.0f, times(plus(times(p, square), 1.0f), plus(s, s)));
-}
 
 // The sum of eight channels' squares, as `octavo.ops.compile.row_sum.row_sums` begins.
 __device__ inline float sum_of_squares(const Four& given) {

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
-from octavo.ops import compile
-from octavo.ops.compile import driver, nvrtc, side_by_side
+from octavo.ops.compile.cuda_kernel import CudaKernel
 from octavo.ops.gemm.gemm_pipeline import is_hopper
 from octavo.ops.scan.kept import Form
 
-_LOG = logging.getLogger(__name__)
 _SIZE, _CHUNK = 128, 64  # of a head's keys and values; tokens
 _MOST_HEADS = 4  # of one key
 _TYPES = (torch.bfloat16, torch.float16)
-_functions: dict[tuple[str, int | None, tuple[tuple[str, int | str], ...]], int | None] = {}  # None: not to be had
+_FOLDER = Path(__file__).parent
+
+
+def _kernel(name: str, *texts: str) -> CudaKernel:
+    files = (_FOLDER / f"{each}.cu" for each in ("delta_token", *texts, name))
+    instead = "the gated delta rule runs on other kernels, which may be slower"
+    return CudaKernel(name, (_FOLDER.parent / "kept.cu", *files), instead)
+
+
+KERNELS = {
+    each.name: each
+    for each in (
+        _kernel("delta_step", "delta_scout", "delta_border"),
+        _kernel("delta_prompts"),
+        _kernel("delta_prepare"),
+    )
+}
 
 
 def serves(heads: tuple[int, int], sizes: tuple[int, int], chunk: int, qkv: Tensor, kept: Sequence[Tensor]) -> bool:
@@ -55,58 +65,3 @@ def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype
         "HALF": int(dtype == torch.float16),
         **{name: ",".join(map(str, form)) for name, form in zip(names, forms, strict=True)},
     }
-
-
-@functools.cache
-def source(kernel: str) -> str:
-    """A kernel's, behind a lane's instructions."""
-    return Path(compile.__file__).with_name("lanes.cu").read_text(encoding="utf-8") + own_source(kernel)
-
-
-def own_source(kernel: str) -> str:
-    """Of this folder."""
-    names = "delta_token", *(("delta_scout", "delta_border") if kernel == "delta_step" else ()), kernel
-    return "".join(Path(__file__).with_name(f"{each}.cu").read_text(encoding="utf-8") for each in names)
-
-
-def is_found(kernel: str, shared: int, own: dict[str, int | str], device: torch.device) -> bool:
-    """Whether a kernel is there, whose blocks take so many bytes of shared memory.
-
-    Loads it unless a graph is captured; tells once why it cannot be had.
-    """
-    name = kernel, device.index, tuple(own.items())
-    if name not in _functions:
-        if (made := side_by_side.current()) is not None:
-            made.compile(kernel, name[2], functools.partial(nvrtc.machine_code, source(kernel), own, "sm_90a"))
-            return True
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        try:
-            _functions[name] = driver.load(nvrtc.machine_code(source(kernel), own, "sm_90a"), kernel, shared)
-        except (OSError, driver.DriverError, nvrtc.CompileError) as error:
-            _LOG.warning("the gated delta rule runs on other kernels, which may be slower: %s", error)
-            _functions[name] = None
-    return _functions[name] is not None
-
-
-def run(
-    kernel: str,
-    told: ctypes.Structure,
-    blocks: int,
-    threads: int,
-    shared: int,
-    own: dict[str, int | str],
-    device: torch.device,
-) -> None:
-    """Launch a kernel that `is_found`, or nothing in a pass that compiles."""
-    function = _functions.get((kernel, device.index, tuple(own.items())))
-    if function is not None:
-        params = (ctypes.c_void_p * 1)(ctypes.addressof(told))
-        stream = triton.runtime.driver.active.get_current_stream(device.index)
-        driver.launch_chained(function, blocks, 1, threads, shared, stream, params)
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

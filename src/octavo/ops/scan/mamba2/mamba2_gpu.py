@@ -19,7 +19,7 @@ import triton.language as tl
 
 from octavo.ops.compile.launch import launched, wait_before
 from octavo.ops.scan.kept import PLACES, keep, numbers, tokens
-from octavo.ops.scan.mamba2_states import read, write
+from octavo.ops.scan.mamba2.mamba2_states import read, write
 
 
 @triton.jit

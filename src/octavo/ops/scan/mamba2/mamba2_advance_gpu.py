@@ -1,8 +1,8 @@
 """Mamba-2's states behind chunks that decoding ended, on a GPU: one launch behind all layers of a step.
 
-Owns the kernel. Its formula, roundings and order of sums are those of `octavo.ops.scan.mamba2_gpu`, bit for bit. A task
-is EACH heads of a row that share B: where the chunk's tokens lie is found once for them, and the next head's state and
-tokens are on their way while one is computed.
+Owns the kernel. Its formula, roundings and order of sums are those of `octavo.ops.scan.mamba2.mamba2_gpu`, bit for
+bit. A task is EACH heads of a row that share B: where the chunk's tokens lie is found once for them, and the next
+head's state and tokens are on their way while one is computed.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from octavo.ops.compile.launch import begin_after, launched
 from octavo.ops.scan.kept import PLACES, block_of, place
-from octavo.ops.scan.mamba2_states import read_in, write_in
+from octavo.ops.scan.mamba2.mamba2_states import read_in, write_in
 
 
 @triton.jit

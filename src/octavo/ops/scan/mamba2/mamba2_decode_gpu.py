@@ -1,9 +1,9 @@
 """Mamba-2 where every row decodes one token, on a GPU: a program streams the states of several heads.
 
-Owns the kernel. Its formula, roundings and order of sums are those of `octavo.ops.scan.mamba2_gpu`, bit for bit, and
-its gates those of `octavo.ops.scan.gates_gpu`. What the heads of a group share (B, C, their product, and where the
-tokens of the open chunk lie) is found once for those of a program; where it has one head, what earlier steps kept is
-read before the kernel ahead ends.
+Owns the kernel. Its formula, roundings and order of sums are those of `octavo.ops.scan.mamba2.mamba2_gpu`, bit for
+bit, and its gates those of `octavo.ops.scan.gates_gpu`. What the heads of a group share (B, C, their product, and where
+the tokens of the open chunk lie) is found once for those of a program; where it has one head, what earlier steps kept
+is read before the kernel ahead ends.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
@@ -17,7 +17,7 @@ import triton.language as tl
 from octavo.ops.compile.launch import begin_after, launched
 from octavo.ops.scan.gates_gpu import softplus
 from octavo.ops.scan.kept import PLACES, place
-from octavo.ops.scan.mamba2_states import head_block, rounded, upper_in
+from octavo.ops.scan.mamba2.mamba2_states import head_block, rounded, upper_in
 
 # Heads of a step below which each has a program; what a program costs beside its heads, in heads.
 _FEW_HEADS, _TURN = 2048, 1

@@ -1,7 +1,7 @@
 """Mamba-2 over prompts, on a GPU: one program walks the chunks of a row, and asks for the next one's tokens ahead.
 
-Owns the kernel. Its formula, roundings and order of sums are those of `octavo.ops.scan.mamba2_gpu`, bit for bit. It
-serves rows whose step begins at a border: their tokens are the step's own, and no table of inputs is read.
+Owns the kernel. Its formula, roundings and order of sums are those of `octavo.ops.scan.mamba2.mamba2_gpu`, bit for
+bit. It serves rows whose step begins at a border: their tokens are the step's own, and no table of inputs is read.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment"
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from octavo.ops.compile.launch import end_before, launched
 from octavo.ops.scan.kept import PLACES, keep
-from octavo.ops.scan.mamba2_states import read, rounded, write
+from octavo.ops.scan.mamba2.mamba2_states import read, rounded, write
 
 
 @triton.jit

@@ -1,8 +1,10 @@
 // Mamba-2 where many rows decode a token each, with states in two halves. Told of and launched by mamba2_decode.py.
 //
-// Heads of all rows are dealt to blocks evenly, four at least, and a task is up to EACH of a row that share B. In a block
-// the scout finds where a task's things lie, and makes its weights of tokens, a task ahead. The asker lets the copy engine
-// bring upper halves of states and the open chunk's x into a ring, a head each; each stage is a warp's, which takes it.
+// Heads of all rows are dealt to blocks evenly, LEAST together, and a task is up to EACH of a row that share B. A block
+// has two scouts, warps that find where every other task's things lie, and make its weights of tokens, ahead of the
+// others. The asker fills a ring: the copy engine brings a head's upper half of the state, the asker's lanes the open
+// chunk's x. A stage of the ring is one warp's, the taker's: were it another's each time, one could take a stage's
+// earlier turn for the one that it waits for, which barriers do not tell apart.
 // States, and tokens, are the products' first operand, turned on their way to registers; of the second one all columns
 // are alike. So each lane of four has the same sums, and each ends a quarter of them.
 //
@@ -26,7 +28,8 @@ struct Told {
 #define B_PITCH (STATES * 2 + 16)
 #define GATE_PITCH (EACH * 4 + 16)
 #define LEAST 4  // heads that are dealt together
-// Places in shared memory: stages of a head's state and x; B, sums and steps of a task's tokens, where they lie; two tasks.
+// Places in shared memory: stages of a head's state and x; of either scout B, sums and steps of its task's tokens, and
+// where they lie; two tasks.
 #define STAGE (HALF_BYTES + CHUNK * X_PITCH)
 #define TOKENS_AT (STAGES * STAGE)
 #define B_AT 0
@@ -73,15 +76,15 @@ __device__ inline u32 mask_of(int token, int seen) { return token + 1 < seen ? 0
 // A task: `count` heads from `first` on, of `row`. count 0: there is none.
 struct Task { int row, first, count; };
 
-// From head `next` of all rows on, of rows that decode one token; `next` is behind it then.
-__device__ inline Task next_task(const Told& told, int& next, int end) {
+// From head `next` of all rows on, of rows that decode one token; `next` is behind it then. most: heads of the task.
+__device__ inline Task next_task(const Told& told, int& next, int end, int most) {
     while (next < end) {
-        int row = next / HEADS, first = next % HEADS, most = EACH - first % EACH;
+        int row = next / HEADS, first = next % HEADS;
         if (read1(told.query_start + row * 4 + 4) - read1(told.query_start + row * 4) != 1) {
             next = (row + 1) * HEADS;
             continue;
         }
-        int count = min(most, end - next);
+        int count = min(min(most, EACH - first % EACH), end - next);
         next += count;
         return Task{row, first, count};
     }
@@ -98,7 +101,7 @@ __device__ inline int count_rows(const Told& told) {
     return count;
 }
 
-// Find where a task's things lie, and ask for those of which weights are made. All lanes of the scout.
+// Find where a task's things lie, and ask for those of which weights are made. All lanes of a scout; own: its places.
 __device__ inline void find(const Told& told, const Task& task, u32 own, u32 at, u32 found, bool is_first) {
     constexpr Form states{STATE_FORM}, xs{X_FORM}, bs{B_FORM}, totals{TOTAL_FORM}, dts{DT_FORM};
     u32 lane = thread() % 32;
@@ -228,7 +231,7 @@ __device__ inline void ask(const Told& told, u32 base, u32 at, u32& stage, u32& 
     }
 }
 
-// Results of a head: it and its token's x, which is kept. at: the task; own: the stage.
+// Results of a head; and its token's x is kept. at: the task; own: the stage.
 __device__ inline void take(const Told& told, u32 at, u32 own, int head) {
     u32 lane = thread() % 32, quarter = lane % 4, about = at + HEADS_AT + head * 16, weights = at + WEIGHTS_AT + head * (CHUNK * 2);
     int seen = get(at + SEEN * 4);
@@ -278,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mamba2_decode(const __g
     extern __shared__ __align__(1024) unsigned char memory[];
     u32 base = (u32)__cvta_generic_to_shared(memory), warp = thread() / 32, lane = thread() % 32;
     if (thread() == 0) {
-        for (u32 i = 0; i < STAGES; ++i) prepare(base + FULL + i * 8, 33), prepare(base + EMPTY + i * 8, 1);
+        for (u32 i = 0; i < STAGES; ++i) prepare(base + FULL + i * 8, 1 + 32), prepare(base + EMPTY + i * 8, 1);
         for (u32 i = 0; i < 2; ++i) prepare(base + FOUND + i * 8, 1), prepare(base + WEIGHED + i * 8, 1), prepare(base + FREE + i * 8, STAGES + 1);
         prepared();
     }
@@ -287,8 +290,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mamba2_decode(const __g
         i64 all = (i64)count_rows(told) * (HEADS / LEAST);
         int next = (int)(all * block() / blocks()) * LEAST, end = (int)(all * (block() + 1) / blocks()) * LEAST;
         u32 turn = warp - STAGES - 1, at = base + TASKS_AT + turn * TASK, own = base + TOKENS_AT + turn * TOKENS;
-        Task task = next_task(told, next, end);
-        if (turn) task = next_task(told, next, end);
+        Task task = next_task(told, next, end, LEAST);  // the first one is soon weighed
+        if (turn) task = next_task(told, next, end, EACH);
         for (u32 n = 0;; ++n) {
             if (n) wait_for(base + FREE + turn * 8, n - 1 & 1);
             if (!task.count) {
@@ -297,8 +300,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mamba2_decode(const __g
             }
             find(told, task, own, at, base + FOUND + turn * 8, n == 0);
             weigh(told, task, own, at, base + WEIGHED + turn * 8);
-            next_task(told, next, end);
-            task = next_task(told, next, end);
+            next_task(told, next, end, EACH);
+            task = next_task(told, next, end, EACH);
         }
     }
     if (warp == STAGES) {

@@ -20,13 +20,13 @@ from octavo.ops.gemm.gemm_pipeline import is_hopper
 from octavo.ops.scan.kept import Form
 
 _SIZE, _STATES, _CHUNK, _LEAST = 64, 128, 64, 4
-_STAGES = 6  # heads that are on their way or used
+_STAGES = 6  # heads that are on their way or used; more, or five, are no faster
 THREADS = 32 * (_STAGES + 3)  # a stage's, the asker and two scouts
 _BFLOAT16 = 9  # of a descriptor
 _FOLDER = Path(__file__).parent
 KERNEL = CudaKernel(
     "mamba2_decode",
-    (_FOLDER / "kept.cu", _FOLDER / "mamba2_decode.cu"),
+    (_FOLDER.parent / "kept.cu", _FOLDER / "mamba2_decode.cu"),
     "rows of Mamba-2 decode by another kernel, which may be slower",
 )
 
@@ -47,12 +47,16 @@ class Told(ctypes.Structure):
     ]
 
 
-def serves(heads: tuple[int, int], sizes: tuple[int, int], chunk: int, given: Sequence[Tensor], kept: Sequence[Tensor]) -> bool:
+def serves(
+    heads: tuple[int, int], sizes: tuple[int, int], chunk: int, given: Sequence[Tensor], kept: Sequence[Tensor]
+) -> bool:
     """Whether a layer decodes here. heads: and groups; sizes: of a head and its states; given: x, B and C, and dt."""
     return kept[0].is_cuda and is_hopper(kept[0].device) and fits(heads, sizes, chunk, given, kept)
 
 
-def fits(heads: tuple[int, int], sizes: tuple[int, int], chunk: int, given: Sequence[Tensor], kept: Sequence[Tensor]) -> bool:
+def fits(
+    heads: tuple[int, int], sizes: tuple[int, int], chunk: int, given: Sequence[Tensor], kept: Sequence[Tensor]
+) -> bool:
     """Whether the shape is one that the kernel knows, and lies on bounds that copies need.
 
     kept: states, x, B, sums and steps; states by lines of 128 bytes, the others by 16.

@@ -6,25 +6,25 @@ Owns its constants and launch; `mamba2_advance.cu` does the work. Invariant: the
 from __future__ import annotations
 
 import ctypes
-import functools
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
-from octavo.ops import compile
-from octavo.ops.compile import driver, nvrtc, side_by_side
+from octavo.ops.compile.cuda_kernel import CudaKernel, processors
 from octavo.ops.gemm.gemm_pipeline import is_hopper
 from octavo.ops.scan.kept import Form
 
-_LOG = logging.getLogger(__name__)
 _SIZE, _STATES, _CHUNK = 64, 128, 64
 THREADS, MOST_ROWS = 256, 1024
 _RESIDENT = 2  # blocks of a processor
-_functions: dict[tuple[int | None, tuple[tuple[str, int | str], ...]], int | None] = {}  # None: not to be had
+_FOLDER = Path(__file__).parent
+KERNEL = CudaKernel(
+    "mamba2_advance",
+    (_FOLDER.parent / "kept.cu", _FOLDER / "mamba2_advance.cu"),
+    "states of Mamba-2 advance by another kernel, which may be slower",
+)
 
 
 class Told(ctypes.Structure):
@@ -73,50 +73,17 @@ def shared_bytes(own: dict[str, int | str]) -> int:
     return 2 * 4 * _SIZE * _STATES + 3 * (2 * _CHUNK * _SIZE + 512) + 2 * _CHUNK * _STATES + 8 * 256 + 2 * places + 128
 
 
-@functools.cache
-def source() -> str:
-    """The kernel's, behind a lane's instructions."""
-    return Path(compile.__file__).with_name("lanes.cu").read_text(encoding="utf-8") + own_source()
-
-
-def own_source() -> str:
-    """The kernel's alone."""
-    return Path(__file__).with_name("mamba2_advance.cu").read_text(encoding="utf-8")
-
-
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
-    """Whether the kernel is there. Loads it unless a graph is captured; tells once why it cannot be had."""
-    name = device.index, tuple(own.items())
-    if name not in _functions:
-        if (made := side_by_side.current()) is not None:
-            made.compile("mamba2_advance", name[1], functools.partial(nvrtc.machine_code, source(), own, "sm_90a"))
-            return True
-        if torch.cuda.is_current_stream_capturing():
-            return False
-        try:
-            code = nvrtc.machine_code(source(), own, "sm_90a")
-            _functions[name] = driver.load(code, "mamba2_advance", shared_bytes(own))
-        except (OSError, driver.DriverError, nvrtc.CompileError) as error:
-            _LOG.warning("states of Mamba-2 advance by another kernel, which may be slower: %s", error)
-            _functions[name] = None
-    return _functions[name] is not None
+    """See CudaKernel."""
+    return KERNEL.is_loaded(own, shared_bytes(own), device)
 
 
 def launch(told: Told, own: dict[str, int | str], device: torch.device) -> None:
-    """Run it; it may begin before the kernel ahead has ended. Ask `is_loaded` first."""
-    function = _functions.get((device.index, tuple(own.items())))
-    if function is not None:
-        params = (ctypes.c_void_p * 1)(ctypes.addressof(told))
-        stream = triton.runtime.driver.active.get_current_stream(device.index)
-        blocks = min(tasks_of(told, own), _RESIDENT * _processors(device))
-        driver.launch_chained(function, blocks, 1, THREADS, shared_bytes(own), stream, params)
+    """Run it. Ask `is_loaded` first."""
+    blocks = min(tasks_of(told, own), _RESIDENT * processors(device))
+    KERNEL.launch(told, blocks, THREADS, shared_bytes(own), own, device)
 
 
 def tasks_of(told: Told, own: dict[str, int | str]) -> int:
     """Of a launch, at most."""
     return int(told.num_rows * told.num_layers) * (int(own["HEADS"]) // int(own["EACH"]))
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -9,10 +9,6 @@
 //
 // Invariant: the operations on a head are those of `mamba2_scan` behind a chunk, in the same order.
 
-struct Form {  // see `octavo.ops.scan.kept.Form`
-    i64 block, part, line;
-    int lines, of_item, runs, parts, blocks;
-};
 struct Told {
     u64 rows, query_start, seq_lens;
     const int *state_table, *input_table;
@@ -20,7 +16,6 @@ struct Told {
     int num_rows, num_layers, state_next, input_next, state_columns, input_columns, state_first, input_first;
 };
 
-#define CHUNK 64
 #define SIZE 64
 #define STATES 128
 #define HALF_BYTES (SIZE * STATES * 2)
@@ -34,19 +29,6 @@ struct Told {
 #define PLACES_AT (WEIGHTS_AT + 8 * 256)
 #define PLACES (4 * CHUNK * 8 + 2 * EACH * 8)  // of a task: of x, B, sums and steps of tokens, of old and new states
 #define WORDS_AT (PLACES_AT + 2 * PLACES)      // a bit of each row: its token ends a chunk
-
-__device__ inline u64 address_at(u32 at) {
-    Two two = get2(at);
-    return two.x[0] | (u64)two.x[1] << 32;
-}
-__device__ inline void put_address(u32 at, u64 x) { put(at, (u32)x), put(at + 4, (u32)(x >> 32)); }
-
-// In elements; `held`: the block, 0 if nothing is kept.
-__device__ inline i64 place(const int* table, int first_part, int entry, int offset, int run, int width, const Form& form, int& held) {
-    int line = offset * form.of_item + run / form.runs, part = first_part + line / form.lines;
-    held = table[entry * form.blocks + part / form.parts];
-    return held * form.block + part % form.parts * form.part + line % form.lines * form.line + run % form.runs * (i64)width;
-}
 
 // Find which rows end a chunk; how many.
 __device__ inline int find_rows(const Told& told, u32 base) {

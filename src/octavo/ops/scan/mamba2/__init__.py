@@ -1,0 +1,1 @@
+"""Mamba-2: its kernels in Triton, and those in CUDA C++."""
