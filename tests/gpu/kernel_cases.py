@@ -116,6 +116,12 @@ def _mamba2() -> None:
     gpu_states_rig.advanced_in_cuda("cuda")
 
 
+def _rows_in_one_kernel() -> None:
+    """Rows that decode, by the kernels in CUDA C++."""
+    gpu_states_rig.decoded_in_cuda("cuda")
+    gpu_states_rig.convolved_in_cuda("cuda")
+
+
 def _products() -> None:
     """The tiles of the table at every bound of it, and the rig's, on shapes that none divides."""
     weight = matmul_rig.heavy_tailed(70, 296, dtype=BF16, seed=1, device="cuda")
@@ -312,6 +318,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
             "scan.mamba2.mamba2_advance_gpu.mamba2_advance",
         ),
     ),
+    "rows in one kernel": (_rows_in_one_kernel, ()),
     "Mamba-1": (functools.partial(_states, "mamba1", (300, 16)), ("scan.mamba1_gpu.mamba1_scan",)),
     "staged writes": (functools.partial(inputs_rig.check_staged_write, "cuda"), ("inputs.staged_write_gpu._write",)),
     "products": (_products, ("gemm.kernels.product",)),

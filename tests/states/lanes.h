@@ -73,20 +73,34 @@ static void begin_lane() {
 }
 // Barriers in shared memory; what is fetched arrives as late as it may.
 struct Fetched { u32 to; u64 from; u32 bytes; };
-struct Barrier { u32 count, left, turn; i64 bytes; std::vector<Fetched> open; };
+struct Barrier { u32 count, left, turn; i64 bytes; std::vector<Fetched> open; u64 asked; };
+static u64 num_asked;
 static std::map<u32, Barrier> barriers;
-static bool has_turned(u32 at, u32 turn) {
+static Barrier& barrier_at(u32 at) {
     auto found = barriers.find(at);
     if (found == barriers.end()) fprintf(stderr, "no barrier at %u\n", at), abort();
-    Barrier& own = found->second;
-    if (!own.left && !own.bytes) {
-        for (const Fetched& each : own.open) memcpy(memory + each.to, (void*)each.from, each.bytes);
-        own.open.clear(), own.left = own.count, own.turn ^= 1;
-    }
+    return found->second;
+}
+static bool is_ready(const Barrier& own) { return !own.left && !own.bytes; }
+static void end_turn(Barrier& own) {
+    for (const Fetched& each : own.open) memcpy(memory + each.to, (void*)each.from, each.bytes);
+    own.open.clear(), own.left = own.count, own.turn ^= 1;
+}
+static bool has_turned(u32 at, u32 turn) {
+    Barrier& own = barrier_at(at);
+    if (is_ready(own) && own.open.empty()) end_turn(own);
     return own.turn != turn;
 }
+// When no lane can go on: what was asked for last arrives first, one barrier's at a time.
+static bool let_arrive() {
+    Barrier* last = nullptr;
+    for (auto& each : barriers)
+        if (is_ready(each.second) && each.second.open.size() && (!last || each.second.asked > last->asked)) last = &each.second;
+    if (last) end_turn(*last);
+    return last;
+}
 static void run_block(u32 threads) {
-    barriers.clear();
+    barriers.clear(), num_asked = 0;
     lanes = std::vector<Lane>(threads);
     memset(memory, 0xff, sizeof memory);
     memset(heard, 0, sizeof heard);
@@ -119,7 +133,9 @@ static void run_block(u32 threads) {
                 for (Lane& lane : lanes) if (lane.waits_for == barrier) lane.waits_for = 0, moved = true;
             }
         }
+        if (!moved) moved = let_arrive();
     }
+    for (auto& each : barriers) if (each.second.open.size()) fprintf(stderr, "a block ends before what it fetches is there\n"), abort();
     for (Lane& lane : lanes)
         for (auto& group : lane.sent_groups) if (group.size()) fprintf(stderr, "a block ends before what it sends was read\n"), abort();
     for (Lane& lane : lanes) if (!lane.done) fprintf(stderr, "lanes wait for each other\n"), abort();
@@ -170,22 +186,22 @@ template <int LEFT> static void was_read() {
         groups.pop_front();
     }
 }
-static void prepare(u32 barrier, u32 count) { barriers[barrier] = Barrier{count, count, 0, 0, {}}; }
+static void prepare(u32 barrier, u32 count) { barriers[barrier] = Barrier{count, count, 0, 0, {}, 0}; }
 static void prepared() {}
 static void arrive(u32 barrier) {
     has_turned(barrier, 0);
-    Barrier& own = barriers.at(barrier);
+    Barrier& own = barrier_at(barrier);
     if (!own.left) fprintf(stderr, "one too many at barrier %u\n", barrier), abort();
     --own.left;
 }
 static void arrive_behind_copies(u32 barrier) {
     arrive(barrier);
-    for (const Copy& copy : lanes[current].open) barriers.at(barrier).open.push_back(Fetched{copy.to, copy.from, copy.bytes});
+    for (const Copy& copy : lanes[current].open) barrier_at(barrier).open.push_back(Fetched{copy.to, copy.from, copy.bytes});
     lanes[current].open.clear();
 }
 static void expect(u32 barrier, u32 bytes) {
     has_turned(barrier, 0);
-    barriers.at(barrier).bytes += bytes;
+    barrier_at(barrier).bytes += bytes;
     arrive(barrier);
 }
 static void wait_for(u32 barrier, u32 turn) {
@@ -195,8 +211,8 @@ static void wait_for(u32 barrier, u32 turn) {
 static void fetch(u32 to, u64 from, u32 bytes, u32 barrier) {
     if (to % 16 || from % 16 || bytes % 16 || to + bytes > sizeof memory) fprintf(stderr, "a fetch of %u\n", bytes), abort();
     memset(memory + to, 0xff, bytes);
-    Barrier& own = barriers.at(barrier);
-    own.bytes -= bytes, own.open.push_back(Fetched{to, from, bytes});
+    Barrier& own = barrier_at(barrier);
+    own.asked = ++num_asked, own.bytes -= bytes, own.open.push_back(Fetched{to, from, bytes});
 }
 static void fetch_box(const Map&, u64 base, int line, u32 to, u32 barrier) {
     if (to % 1024) fprintf(stderr, "a box at %u\n", to), abort();
