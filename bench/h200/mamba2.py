@@ -1,8 +1,9 @@
-"""The shape `mamba2` on a GPU, new ways beside old: `bench/h200/mamba2.py kernels|halves|rows|engine|both [...]`.
+"""The shape `mamba2` on a GPU, new ways beside old: `bench/h200/mamba2.py kernels|halves|cuda|rows|engine|both [...]`.
 
 kernels: bits and microseconds of products between two mixers, in turns, and of decoding, by how many programs share a
 row's heads. halves: of states whole and in halves, in decoding with several constants, verification and prompts; of
-rows that decode beside a prompt, by the scan that it takes, and apart. rows: of one row's products, by tiles of
+rows that decode beside a prompt, by the scan that it takes, and apart. cuda: of rows that decode, and of their
+convolution, by Triton's kernels and by those in CUDA C++. rows: of one row's products, by tiles of
 `octavo.ops.gemm.gemv`, for the shapes mamba2, 8b and 0.6b.
 engine: tokens a second of single, decode64, prefill and decode512 on one engine; `engine bfloat16`: of decode512, with
 states in bfloat16; `profile`: then kernels of decoding and of prompts, by the profiler. both: on a second engine too,
@@ -214,13 +215,51 @@ def decoding(num_rows: int, computed: int) -> str:
     for count in dict.fromkeys((chosen, *((1, 2) if DRY else (3, 6, 8, 16, 24, heads)))):
         if not DRY and (num_rows * heads / count > 24 * 1024 or num_rows * count > 8192):
             continue
-        with mock.patch.object(gpu, "programs_of", lambda *_, count=count: count):
+        with by_triton(), mock.patch.object(gpu, "programs_of", lambda *_, count=count: count):
             us, result = graph_us(run), run()
             assert isinstance(result, torch.Tensor)
             made = [result, rows.pool.buffer]
             expected = expected or [each.clone() for each in made]
             found.append(f"{count} {us:.1f}" + is_same(made, expected))
     return f"chosen {chosen}; us by programs: {', '.join(found)}"
+
+
+def by_triton() -> contextlib.ExitStack:
+    """Within, rows decode by Triton's kernels."""
+    from octavo.states import conv_decode, mamba2_decode
+
+    stack = contextlib.ExitStack()
+    for module in (conv_decode, mamba2_decode):
+        stack.enter_context(mock.patch.object(module, "_COPIED", False))
+    return stack
+
+
+def in_cuda(name: str, num_rows: int, computed: Sequence[int]) -> str:
+    """Bits and microseconds of rows that decode, by Triton's kernels and by those in CUDA C++, however few they are.
+
+    computed: tokens of the rows, in turn.
+    """
+    from octavo.states import conv_decode, mamba2_decode
+
+    run, rows = states.operator(name, [1] * num_rows, max(computed))
+    torch.manual_seed(0)
+    for names, stores in (
+        (rows.own.input_names, rows.own.kept_inputs),
+        (("state",) * len(rows.own.states), rows.own.states),
+    ):
+        for what, store in zip(names, stores, strict=True):
+            kept = (store.data.view(BF16) if what == "state" else store.data).normal_()
+            if what in ("decay", "dt"):
+                kept.abs_().mul_(-0.1 if what == "decay" else 0.1)
+    lengths = [computed[row % len(computed)] + 1 for row in range(num_rows)]
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    rows.step.prepare(dataclasses.replace(rows.own.inputs, max_seq_len=max(lengths), seq_lens=seq_lens))
+    with by_triton():
+        before, expected = graph_us(run), [run().clone(), rows.pool.buffer.clone()]  # type: ignore[attr-defined]
+    module = mamba2_decode if name == "mamba2" else conv_decode
+    with mock.patch.object(module, "_FEWEST_ROWS", 0):
+        now, made = graph_us(run), [run(), rows.pool.buffer]
+    return f"{before:.1f}, {now:.1f} us" + is_same(made, expected)  # type: ignore[arg-type]
 
 
 def behind_prompts(computed: int, counts: Sequence[int], restarted: int = 0) -> tuple[Callable[[], Any], Any]:
@@ -262,7 +301,7 @@ def of_states(counts: Sequence[int], computed: int) -> str:
         with mock.patch.object(gpu, "_is_parted", lambda *_, parts=parts: parts):
             run, rows = behind_prompts(computed, counts)
             for stream in (gpu._STREAMS[parts], *(gpu.Stream(*way) for way in ways)):
-                with mock.patch.dict(gpu._STREAMS, {parts: stream}):
+                with by_triton(), mock.patch.dict(gpu._STREAMS, {parts: stream}):
                     us, result = graph_us(run), run()
                 expected = expected or [result.clone()]
                 found.append(f"{name} {tuple(stream)} {us:.1f}" + is_same([result], expected))
@@ -297,6 +336,7 @@ def before() -> Iterator[None]:
         mock.patch.object(fusions.LayerLines, "mixes_no_tokens", False),
         mock.patch.object(mlp, "activated_linear", lambda x, weight, kind: activate(linear(x, weight), kind)),
         mock.patch.object(gpu, "programs_of", eight_heads),
+        by_triton(),
     ):
         yield
 
@@ -366,6 +406,18 @@ def main() -> None:
             attempt(f"prompts of {counts[0]}", of_states, counts, 0)
         rows, count = (2, 70) if DRY else (512, 480)
         attempt(f"{rows} rows beside {count} tokens", beside_a_prompt, rows, count)
+    if "cuda" in sys.argv:
+        for rows in (2,) if DRY else (1, 8, 16, 32, 64, 128, 256, 512):
+            for name in ("mamba2", "conv"):
+                attempt(f"{name}, {rows} rows", in_cuda, name, rows, [70 if DRY else 160])
+        if not DRY:
+            attempt(
+                "mamba2, 512 rows of several lengths",
+                in_cuda,
+                "mamba2",
+                512,
+                [n for n in range(64, 192) if n % 64 < 63],
+            )
     for name in ONE_ROW if "rows" in sys.argv else ():
         attempt(f"one row, {name}", gemv_of, name)
     state_dtype = "bfloat16" if "bfloat16" in sys.argv else "float32"
