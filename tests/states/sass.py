@@ -60,10 +60,15 @@ def _effects(text: str) -> tuple[set[int], set[int]]:
             if "gdesc" in operand:  # A's and B's; B's alone is the second pair, where A comes from registers
                 from_registers = any(re.match(r"R\d", each) for each in operands[1:place])
                 first, count = (first + 2, 2) if from_registers else (first, 4)
-            elif "desc" in operand or (".64" in name and name[:3] not in ("STS", "LDS")):
+            elif "desc" in operand or (".64" in name and not _is_shared(name, operand)):
                 count = 2
             read |= set(range(first, first + count))
     return read, written
+
+
+def _is_shared(name: str, operand: str) -> bool:
+    """Whether an operand is an address in shared memory, of one register, however wide what lies there is."""
+    return name.startswith(("STS", "LDS")) or (name.startswith(("SYNCS", "ARRIVES")) and "[" in operand)
 
 
 def _ways_on(code: list[tuple[int, str]], at: int) -> list[int]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octavo.ops.compile.cuda_kernel import CudaKernel, processors
 from octavo.ops.gemm.gemm_pipeline import is_hopper
+from octavo.ops.scan.cuda_kernel import CudaKernel, processors
 from octavo.ops.scan.kept import Form
 
 _TILE, _AHEAD, _RESIDENT = 1024, 4, 2  # channels of a block; rows at once; blocks of a processor

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 import torch
 
 from octavo.ops.compile import driver
-from octavo.ops.compile.cuda_kernel import processors
+from octavo.ops.scan.cuda_kernel import processors
 from octavo.ops.scan.delta import loading
 
 serves, macros = loading.serves, loading.macros

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from octavo.ops.compile.cuda_kernel import processors
+from octavo.ops.scan.cuda_kernel import processors
 from octavo.ops.scan.delta import loading
 from octavo.ops.scan.kept import Form
 

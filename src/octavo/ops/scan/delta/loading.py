@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from octavo.ops.compile.cuda_kernel import CudaKernel
 from octavo.ops.gemm.gemm_pipeline import is_hopper
+from octavo.ops.scan.cuda_kernel import CudaKernel
 from octavo.ops.scan.kept import Form
 
 _SIZE, _CHUNK = 128, 64  # of a head's keys and values; tokens

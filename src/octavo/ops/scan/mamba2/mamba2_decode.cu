@@ -235,7 +235,7 @@ __device__ inline void ask(const Told& told, u32 base, u32 at, u32& stage, u32& 
 __device__ inline void take(const Told& told, u32 at, u32 own, int head) {
     u32 lane = thread() % 32, quarter = lane % 4, about = at + HEADS_AT + head * 16, weights = at + WEIGHTS_AT + head * (CHUNK * 2);
     int seen = get(at + SEEN * 4);
-    bool is_kept = get(about) != NONE;
+    bool has_state = get(about) != NONE;
     float left = number(get(about + 4)), skip = number(get(about + 8)), sums[4][4] = {};
 #pragma unroll
     for (u32 k = 0; k < STATES / 16; ++k) {
@@ -244,7 +244,7 @@ __device__ inline void take(const Told& told, u32 at, u32 own, int head) {
         for (u32 i = 0; i < 4; ++i) {
             u32 line = k * 16 + lane / 16 * 8 + lane % 8;
             Four state = square_turned(own + line * 128 + ((i * 2 + lane / 8 % 2) ^ lane % 8) * 16);
-            if (!is_kept) state = Four{{0, 0, 0, 0}};
+            if (!has_state) state = Four{{0, 0, 0, 0}};
             multiply(sums[i], state, c);
         }
     }

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from octavo.ops.compile import driver
-from octavo.ops.compile.cuda_kernel import CudaKernel, processors
 from octavo.ops.gemm.gemm_pipeline import is_hopper
+from octavo.ops.scan.cuda_kernel import CudaKernel, processors
 from octavo.ops.scan.kept import Form
 
 _SIZE, _STATES, _CHUNK, _LEAST = 64, 128, 64, 4
