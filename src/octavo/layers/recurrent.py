@@ -17,7 +17,15 @@ from octavo.attention.base import current_context
 from octavo.cache.specs import StateSpec, StateTensor
 from octavo.layers.base import Layer
 from octavo.layers.chain import line
-from octavo.ops.scan import CHUNK, SHORT_CHUNK, ConvOperands, DeltaOperands, Mamba1Operands, Mamba2Operands
+from octavo.ops.scan import (
+    CHUNK,
+    SHORT_CHUNK,
+    ConvOperands,
+    DeltaOperands,
+    Mamba1Operands,
+    Mamba2Operands,
+    decay_of,
+)
 
 Part: TypeAlias = "ShortConvolution | GatedDeltaRule | Mamba2Scan | Mamba1Scan"
 
@@ -105,7 +113,7 @@ class GatedDeltaRule(_Part):
     def finalize(self, quantization: str | None) -> None:
         """Make the operands."""
         super().finalize(quantization)
-        decay = -self.__dict__.pop("A_log").exp()
+        decay = decay_of(self.__dict__.pop("A_log"))
         self.operands = DeltaOperands(*self._sizes, decay, self.__dict__.pop("dt_bias"))
 
     def mix(self, qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -149,7 +157,11 @@ class Mamba2Scan(_Part):
     def finalize(self, quantization: str | None) -> None:
         """Make the operands."""
         super().finalize(quantization)
-        decay, dt_bias, skip = -self.__dict__.pop("A_log").exp(), self.__dict__.pop("dt_bias"), self.__dict__.pop("D")
+        decay, dt_bias, skip = (
+            decay_of(self.__dict__.pop("A_log")),
+            self.__dict__.pop("dt_bias"),
+            self.__dict__.pop("D"),
+        )
         self.operands = Mamba2Operands(*self._sizes, decay, dt_bias, skip, *self._dt_limits)
 
     def mix(self, xbc: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
@@ -181,7 +193,11 @@ class Mamba1Scan(_Part):
     def finalize(self, quantization: str | None) -> None:
         """Make the operands."""
         super().finalize(quantization)
-        decay, dt_bias, skip = -self.__dict__.pop("A_log").exp(), self.__dict__.pop("dt_bias"), self.__dict__.pop("D")
+        decay, dt_bias, skip = (
+            decay_of(self.__dict__.pop("A_log")),
+            self.__dict__.pop("dt_bias"),
+            self.__dict__.pop("D"),
+        )
         self.operands = Mamba1Operands(decay.t().contiguous(), dt_bias, skip)
 
     def mix(self, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

@@ -88,6 +88,15 @@ class Mamba1Operands(NamedTuple):
     skip: Tensor  # [channels] float32, D
 
 
+def decay_of(a_log: Tensor) -> Tensor:
+    """-e^a_log, float32. On a CPU it is rounded from float64.
+
+    There libraries' exponentials of float32 have other last bits on another kind of processor; those of float64 are
+    alike up to what this rounding drops.
+    """
+    return -(a_log.double().exp().float() if a_log.device.type == "cpu" else a_log.exp())
+
+
 def softplus(x: Tensor) -> Tensor:
     """log(1 + e^x) of float32 within 4 ulp, by additions, products and one division: the same bits in any place."""
     y = exp_reference(-x.abs())

@@ -19,7 +19,7 @@ from octavo.cache.pool import KVCachePool
 from octavo.cache.specs import StateSpec
 from octavo.ops import activation
 from octavo.ops.norm import groups
-from octavo.ops.scan import CHUNK, L2_EPS, ConvOperands, DeltaOperands, Mamba2Operands
+from octavo.ops.scan import CHUNK, L2_EPS, ConvOperands, DeltaOperands, Mamba2Operands, decay_of
 from octavo.rl.autograd.outside import apply, first_order
 from octavo.rl.pack import BLOCK_SIZE, Pack
 from octavo.states.base import LayerStates, StateBackend, StateInputs, StateStep, layer_states
@@ -174,7 +174,7 @@ class _GatedDelta(torch.autograd.Function):
         ctx.save_for_backward(qkv, a, b, a_log, dt_bias)
         ctx.facts = pack, sizes
         backend, own = _of_pack(pack, spec, qkv.dtype)
-        operands = DeltaOperands(*sizes, -a_log.detach().float().exp(), dt_bias.detach().float().contiguous())
+        operands = DeltaOperands(*sizes, decay_of(a_log.detach().float()), dt_bias.detach().float().contiguous())
         return backend.gated_delta(own, operands, qkv.detach(), a.detach(), b.detach())
 
     @staticmethod
@@ -200,7 +200,7 @@ class _Mamba2(torch.autograd.Function):
         ctx.facts = pack, sizes
         backend, own = _of_pack(pack, spec, xbc.dtype)
         bias, through = (each.detach().float().contiguous() for each in (dt_bias, skip))
-        operands = Mamba2Operands(*sizes[:4], -a_log.detach().float().exp(), bias, through, *sizes[4:])
+        operands = Mamba2Operands(*sizes[:4], decay_of(a_log.detach().float()), bias, through, *sizes[4:])
         return backend.mamba2(own, operands, xbc.detach(), dt.detach())
 
     @staticmethod
