@@ -162,6 +162,9 @@ def test_the_numerics_id_names_what_bits_depend_on() -> None:
         ("none", {}, True),
         ("x86_64_v3", {"attention_backend": "flex"}, True),
         ("x86_64_v3", {"layer_backends": {"reference": [1]}}, True),
+        ("x86_64_v3", {"attention_backend": "package.module:Class"}, True),
+        ("x86_64_v3", {"layer_backends": {"package.module:Class": [0], "cpu": [1]}}, True),
+        ("x86_64_v3", {"layer_backends": {"cpu": [1]}}, False),
         ("x86_64_v3", {"layer_backends": {"reference": []}}, False),
     ],
 )

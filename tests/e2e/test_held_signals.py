@@ -10,7 +10,7 @@ import faulthandler
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -117,6 +117,32 @@ def test_a_handler_in_c_that_is_set_within_stays(limited: list[int], tmp_path: P
             faulthandler.unregister(signal.SIGALRM)
 
 
+def test_a_handler_that_comes_first_and_gives_the_signal_back_has_done_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that is to be called once does: the system's part was put back over it, and the next signal was lost."""
+    told: list[int] = []
+
+    def once(number: int, frame: FrameType | None) -> None:
+        told.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        raise _TooLongError
+
+    def set_late(number: int, handler: object, real: Callable[[int, object], object] = interrupts._set) -> object:
+        if number == signal.SIGALRM and not told:
+            signal.raise_signal(number)  # signal.signal, too, has handlers called before it sets one
+        return real(number, handler)
+
+    before = signal.signal(signal.SIGALRM, once)
+    monkeypatch.setattr(interrupts, "_set", set_late)
+    try:
+        with pytest.raises(_TooLongError):
+            _hold(0.0)
+        assert told == [signal.SIGALRM] and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+        assert _actions(signal.SIGALRM)[0][0] is None, "SIG_DFL"
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "was taken, and stayed so"
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_what_a_handler_raises_waits_and_all_are_handled(limited: list[int]) -> None:
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
@@ -125,6 +151,22 @@ def test_what_a_handler_raises_waits_and_all_are_handled(limited: list[int]) -> 
         _hold(0.05, signal.SIGALRM, signal.SIGINT)
     assert time.monotonic() - began > 0.1 and limited == [signal.SIGALRM]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_that_raises_at_the_end_leaves_no_other_signal_taken(
+    limited: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others' handlers were put back no more: later ones were called through what had held them, for ever."""
+
+    def set_late(number: int, handler: object, real: Callable[[int, object], object] = interrupts._set) -> object:
+        if not limited:
+            signal.raise_signal(signal.SIGALRM)
+        return real(number, handler)
+
+    handlers = [signal.getsignal(number) for number in interrupts._HELD]
+    with pytest.raises(_TooLongError), HeldSignals():
+        monkeypatch.setattr(interrupts, "_set", set_late)
+    assert [signal.getsignal(number) for number in interrupts._HELD] == handlers and limited == [signal.SIGALRM]
 
 
 def test_a_second_one_is_handled_at_once(limited: list[int]) -> None:

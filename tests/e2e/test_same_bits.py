@@ -108,3 +108,20 @@ def test_control_library_products_depend_on_the_row_count() -> None:
     if not differs:
         pytest.skip("this processor's library gives the same bits at every row count")
     assert differs
+
+
+@pytest.mark.parametrize(
+    "settings", [{"native": "off"}, {"attention_backend": "flex"}, {"kv_cache_dtype": "int8"}, {}], ids=str
+)
+def test_what_a_trainer_has_set_for_torch_changes_nothing(settings: dict[str, Any]) -> None:
+    """Under one numerics id torch's products were those of autocast, and its buffers of the default type."""
+    before, found = torch.get_default_dtype(), []
+    for default, casts in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False)):
+        torch.set_default_dtype(default)
+        try:
+            with torch.autocast("cpu", enabled=casts), LLM(dtype="float32", max_model_len=128, **settings) as llm:
+                found.append((_results(llm, ["def add(a, b):"]), llm.numerics_id))
+                assert torch.is_autocast_enabled("cpu") == casts and torch.get_default_dtype() == default
+        finally:
+            torch.set_default_dtype(before)
+    assert found[1] == found[0] == found[2]

@@ -62,6 +62,18 @@ def test_what_is_no_number_stays_so(is_native: bool) -> None:
         assert softmax(torch.empty(0, 8)).shape == (0, 8)
 
 
+def test_a_trainers_default_type_is_not_that_of_the_result() -> None:
+    """What was written was float32, into a buffer of the default type: behind its end where that is a narrower one."""
+    logits, before = _logits(40), torch.get_default_dtype()
+    expected = softmax(logits)
+    torch.set_default_dtype(torch.float64)  # a wider one is red without harm
+    try:
+        found = softmax(logits)
+    finally:
+        torch.set_default_dtype(before)
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+
+
 def test_a_gradient_is_that_of_the_result() -> None:
     logits, weights = _logits(40)[:3].requires_grad_(), torch.randn(3, 40)
     scores = softmax(logits)

@@ -148,6 +148,18 @@ def test_autocast_changes_nothing(pack: rl.Pack) -> None:
     assert all(torch.equal(own[name], gradients[name]) for name in gradients)
 
 
+def test_a_default_type_changes_nothing(pack: rl.Pack) -> None:
+    """Log-probabilities were rounded to it."""
+    model, before = rl.convert(tiny(torch.float32)), torch.get_default_dtype()
+    expected = rl.logprobs(model, pack).logprobs
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = rl.logprobs(model, pack).logprobs
+    finally:
+        torch.set_default_dtype(before)
+    assert found.dtype == torch.float32 and torch.equal(found, expected)
+
+
 def test_RL_N5_compile_leaves_the_forward_alone(model: Any, pack: rl.Pack) -> None:
     """Of the whole, and of each layer."""
     with torch.no_grad():

@@ -64,7 +64,7 @@ def _read(checkpoint: Checkpoint, name: str, num_kv_heads: int) -> torch.Tensor:
         raise ValueError(
             f"{plain(name)}: expected one scale or one for each of {num_kv_heads} KV heads, found {entry.shape}"
         )
-    scale = torch.empty(entry.shape)
+    scale = torch.empty(entry.shape, dtype=torch.float32)
     checkpoint.read(name, scale)
     if not bool((scale.isfinite() & (scale > 0)).all()):
         raise ValueError(f"{plain(name)}: scales are positive numbers, found {scale.flatten().tolist()}")

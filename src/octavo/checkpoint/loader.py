@@ -302,7 +302,8 @@ def _check_fit(checkpoint: Checkpoint, targets: dict[str, Target], ignored: Sequ
 
 def _fill_dummy(model: nn.Module, filler: _Filler, seed: int) -> None:
     """Normal weights, the same for the same seed and name in every dtype. One random block is tiled."""
-    block = torch.empty(_DUMMY_BLOCK).normal_(std=DUMMY_STD, generator=torch.Generator().manual_seed(seed))
+    block = torch.empty(_DUMMY_BLOCK, dtype=torch.float32)
+    block.normal_(std=DUMMY_STD, generator=torch.Generator().manual_seed(seed))
     dtypes = {parameter.dtype for parameter in model.parameters()}
     sources = {dtype: block.to(dtype).to(filler.device) for dtype in dtypes}
     for path, parameter in list(model.named_parameters()):

@@ -48,7 +48,7 @@ def _put(number: int, handler: Any) -> None:
     try:
         _set(number, handler)
     finally:
-        if is_read:
+        if is_read and _get(number) == handler:  # else a handler that came in between has set another one
             _sigaction(number, action, None)
 
 
@@ -59,13 +59,20 @@ class HeldSignals:
         """Hold."""
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._noted: dict[int, tuple[FrameType | None, _thread.LockType]] = {}  # the lock: held while it waits
+        self._taken: list[int] = []  # signals whose handlers are to be put back
         self._holds = False  # until all are: a handler that raises in between leaves nothing that holds
         if threading.current_thread() is threading.main_thread():
-            for number in _HELD:
-                if callable(handler := _get(number)):
-                    self._handlers[number] = handler
-                    _put(number, self._note)
-            self._holds = True
+            try:
+                for number in _HELD:
+                    if callable(handler := _get(number)):
+                        self._handlers[number] = handler
+                        self._taken.append(number)
+                        _put(number, self._note)
+                self._holds = True
+            except BaseException:
+                self._holds = False
+                self._put_back()
+                raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -73,12 +80,22 @@ class HeldSignals:
         """Handle what came; not by a KeyboardInterrupt while something else is being raised."""
         self._holds = False
         try:
-            for number, handler in self._handlers.items():
-                if _get(number) == self._note:  # else it has got another handler within
-                    _put(number, handler)
+            self._put_back()
         finally:
             if self._noted:
                 self._handle(error)
+
+    def _put_back(self) -> None:
+        """All of them, whatever a handler raises that is called meanwhile."""
+        try:
+            while self._taken:
+                number = self._taken[-1]
+                if _get(number) == self._note:  # else it has got another handler within
+                    _put(number, self._handlers[number])
+                self._taken.pop()
+        except BaseException:
+            self._put_back()
+            raise
 
     def _handle(self, error: BaseException | None) -> None:
         with contextlib.ExitStack() as stack:  # each is handled, whatever another one's handler raises

@@ -25,7 +25,7 @@ _SHOWN_FEATURES = (
     "avx", "avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_bf16",
     "amx_int8", "asimd", "asimdhp", "bf16", "i8mm", "sve", "sve2",
 )  # fmt: skip
-_OF_TORCH = frozenset(("flex", "reference"))  # attention backends that run in torch on a CPU
+_COMPILED = frozenset(("cpu",))  # attention backends of a CPU that are compiled; others, out of tree too, run in torch
 _PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "msgspec", "Jinja2", "huggingface_hub", "rich")
 
 
@@ -140,7 +140,7 @@ def numerics_contract(resolved: Resolved, *, native: str, gpu: str = "") -> dict
     else:
         place = {"bfloat16 chain": resolved.bfloat16_chain}
         used = {resolved.attention_backend, *(name for name, layers in resolved.layer_backends.items() if layers)}
-        if native == "none" or not _OF_TORCH.isdisjoint(used):
+        if native == "none" or not used <= _COMPILED:
             place["torch's operators here"] = torch_digest()
     return place | {
         "operators": _source_digest(Path(__file__).parents[1]),
@@ -168,8 +168,9 @@ def torch_digest() -> str:
     order = torch.arange(4096, device="cpu") * 2657 % 4096
     x = (order.to(torch.float32) - 4095.5) / 256  # -16 to 0 in disorder, exact
     rows, matrices = x.view(2, 2, 16, 64), x.repeat(4).view(2, 2, 64, 64)
-    found = [rows @ matrices, rows @ matrices.mT, x.exp(), (-x).log(), x.tanh()]
-    found += [x.view(-1, width).softmax(-1) for width in (8, 64)]
+    with torch.autocast("cpu", enabled=False):  # whoever asks may compute within one
+        found = [rows @ matrices, rows @ matrices.mT, x.exp(), (-x).log(), x.tanh()]
+        found += [x.view(-1, width).softmax(-1) for width in (8, 64)]
     return hashlib.sha256(b"".join(each.numpy().tobytes() for each in found)).hexdigest()[:8]
 
 

@@ -232,10 +232,11 @@ def _prepare(own: LayerStates, told: Told, rule: DeltaOperands, given: Given, wh
     (qkv, a, b), step, count, heads = given, own.inputs, len(given[0]), rule.num_heads
     num_rows = len(step.rows)
     query, key = (qkv.new_empty(count, rule.num_key_heads, rule.key_size) for _ in range(2))
-    total, rate = (torch.empty(count, heads, device=qkv.device) for _ in range(2))
+    total, rate = (torch.empty(count, heads, dtype=torch.float32, device=qkv.device) for _ in range(2))
     blocks = count // 16 + 2 * num_rows
     before, factor = query.new_empty(2, blocks, heads, 16, own.chunk)
-    made = query, key, total, rate, before, factor, torch.empty(blocks, heads, 16, 16, device=qkv.device)
+    inverse = torch.empty(blocks, heads, 16, 16, dtype=torch.float32, device=qkv.device)
+    made = query, key, total, rate, before, factor, inverse
     macros = delta_prepare.macros((heads, rule.num_key_heads), own.block_size, told.forms, qkv.dtype)
     _, key_kept, _, _, *sums_kept = told.kept
     taken = qkv, a, b, rule.decay, rule.dt_bias, *made, step.rows, step.query_start, step.seq_lens, which[0]
@@ -274,7 +275,9 @@ def _decode(own: LayerStates, told: Told, rule: DeltaOperands, given: Given, out
     per, padded, pdl = rule.num_heads // rule.num_key_heads, padded_length(keys), chained(qkv.device)
     query, key = qkv.new_empty(2, num_rows, key_heads, keys)
     before, factor = qkv.new_empty(num_rows, heads, 16, own.chunk), qkv.new_empty(num_rows, heads, own.chunk)
-    factors, below = (torch.empty(num_rows, heads, width, device=qkv.device) for width in (48, 256))
+    factors, below = (
+        torch.empty(num_rows, heads, width, dtype=torch.float32, device=qkv.device) for width in (48, 256)
+    )
     state, key_kept, value_kept, update, total, rate = told.kept
     forms, shape = dict(zip(_FORMS, told.forms, strict=True)), _shape(own, rule, qkv)
     rows = step.rows, step.query_start, step.seq_lens
@@ -336,7 +339,7 @@ def _blocks(
     is_one, num_rows = step.max_query_len == 1, len(step.rows)
     blocks = num_rows if is_one else len(query) // 16 + 2 * num_rows  # at most; see delta_blocks
     before, factor = query.new_empty(2, blocks, heads, 16, own.chunk)
-    inverse = torch.empty(blocks, heads, 16, 16, device=query.device)
+    inverse = torch.empty(blocks, heads, 16, 16, dtype=torch.float32, device=query.device)
     _, key_kept, _, _, total_kept, rate_kept = told.kept
     forms = dict(zip(_FORMS, told.forms, strict=True))
     named = {name: forms[name] for name in ("KEY_FORM", "TOTAL_FORM", "RATE_FORM")}

@@ -61,7 +61,8 @@ def gates(
 ) -> tuple[Tensor, Tensor]:
     """(total, rate or dt), [T, heads] float32. slots: of the two among what is kept. Limits make it Mamba-2's."""
     step, heads = own.inputs, len(decay)
-    total, second = (torch.empty(len(a), heads, device=a.device) for _ in range(2))  # each aligned, at any length
+    # each aligned, at any length
+    total, second = (torch.empty(len(a), heads, dtype=torch.float32, device=a.device) for _ in range(2))
     is_one, num_rows = step.max_query_len == 1, len(step.rows)
     grid = num_rows if is_one else len(a) // own.chunk + 2 * num_rows, -(-heads // _HEADS)
     first, last = slots

@@ -53,7 +53,8 @@ def calibrate_kv_scales(model: Model, resolved: Resolved, plan: CachePlan) -> bo
     before = []
     for layer in layers:  # the tensors stay, operators may keep their addresses
         if layer.tensors.key_scale is None:
-            key_scale, value_scale = torch.ones(2, layer.spec.num_kv_heads, device=resolved.device)
+            shape = 2, layer.spec.num_kv_heads
+            key_scale, value_scale = torch.ones(shape, dtype=torch.float32, device=resolved.device)
             layer.tensors = dataclasses.replace(layer.tensors, key_scale=key_scale, value_scale=value_scale)
         before += [scale.clone() for scale in _scales_of(layer)]
         for scale in _scales_of(layer):  # the text's cache has the computing dtype

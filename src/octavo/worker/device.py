@@ -87,7 +87,7 @@ def _read_quickly() -> None:
 
 
 class Operators:
-    """Within: this thread computes with the operators that an engine was given, and with so many threads.
+    """Within: this thread computes with the operators that an engine was given, and with so many threads, uncast.
 
     Afterwards it has its own again: another engine in this process, or a trainer, is not touched. For one thread at a
     time.
@@ -97,9 +97,9 @@ class Operators:
         """Nothing is entered."""
         self._serving = native.Serving(resolved.native, resolved.bfloat16_chain, resolved.num_threads)
         self._num_threads, self._numerics = resolved.num_threads, resolved.numerics
-        self._is_gpu = resolved.device == "cuda"
+        self._device, self._is_gpu = resolved.device, resolved.device == "cuda"
         self._select: Callable[[str], str] = str  # chooses a GPU's products; what was chosen before
-        self._before: list[tuple[int, str]] = []
+        self._before: list[tuple[int, str, bool]] = []
 
     def __enter__(self) -> None:
         """Begin."""
@@ -111,12 +111,17 @@ class Operators:
         num_threads = torch.get_num_threads()
         if num_threads != self._num_threads:
             torch.set_num_threads(self._num_threads)
-        self._before.append((num_threads, self._select(self._numerics)))
+        casts = torch.is_autocast_enabled(self._device)
+        if casts:  # a caller's: products would be of its type
+            torch.set_autocast_enabled(self._device, False)
+        self._before.append((num_threads, self._select(self._numerics), casts))
 
     def __exit__(self, *_: object) -> None:
         """End."""
-        num_threads, numerics = self._before.pop()
+        num_threads, numerics, casts = self._before.pop()
         self._select(numerics)
+        if casts:
+            torch.set_autocast_enabled(self._device, True)
         if num_threads != self._num_threads:
             torch.set_num_threads(num_threads)
         self._serving.__exit__()

@@ -249,7 +249,7 @@ def linear_reference(
     values = unpack(weight)
     # MKL has other kernels for 1 and for 2 to 3 rows, also for a thread's part of the rows: 8 rows a thread avoid both.
     block_rows = max(16, 8 * torch.get_num_threads())
-    padded = torch.zeros((-(-m // block_rows) * block_rows, k), device=x.device)
+    padded = torch.zeros((-(-m // block_rows) * block_rows, k), dtype=torch.float32, device=x.device)
     padded[:m] = x
     blocks = [torch.mm(block, values.t()) for block in padded.split(block_rows)] if m else []
     result = torch.cat(blocks)[:m] if blocks else padded.new_empty((0, weight.n))

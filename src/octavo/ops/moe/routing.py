@@ -89,7 +89,7 @@ def softmax(logits: Tensor) -> Tensor:
         return logits.softmax(-1)
     rows = logits.detach() if logits.stride(1) == 1 else logits.detach().contiguous()
     # a gradient needs torch's own function, which keeps its result: that is then overwritten
-    scores = logits.softmax(-1) if logits.requires_grad else torch.empty(logits.shape)
+    scores = logits.softmax(-1) if logits.requires_grad else torch.empty(logits.shape, dtype=logits.dtype, device="cpu")
     lib.octavo_softmax(rows.data_ptr(), rows.stride(0), scores.data_ptr(), *logits.shape)
     return scores
 

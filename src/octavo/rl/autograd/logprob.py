@@ -192,7 +192,7 @@ def _forward(
     logits: Callable[[slice], Tensor], ids: Tensor, draw: _Draw, vocab_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log-probabilities, entropies, logarithms of the sums of exponentials), all [tokens] float32."""
-    logprobs, entropy, sums = torch.empty(3, len(ids), device=ids.device)
+    logprobs, entropy, sums = torch.empty(3, len(ids), dtype=torch.float32, device=ids.device)
     for rows in _blocks(len(ids), vocab_size, ids.device):
         scaled = draw.scaled_(logits(rows), rows)
         logprobs[rows], sums[rows] = token_stats(scaled, ids[rows])
