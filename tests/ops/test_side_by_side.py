@@ -17,9 +17,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from octavo.ops.compile import launch, side_by_side  # noqa: E402
+from octavo.ops.compile import launch, nvrtc, side_by_side  # noqa: E402
 from octavo.ops.gemm import cluster_gemm  # noqa: E402
 from octavo.ops.gemm import gpu as matmul  # noqa: E402
+from octavo.ops.scan import conv_decode  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not side_by_side.can_compile(), reason="this Triton compiles nothing aside")
 BF16 = torch.bfloat16
@@ -166,3 +167,17 @@ def test_the_kernels_in_cuda_of_a_weight_are_compiled_and_not_run(
     assert len(asked) == 2, "once in a pass"
     assert len(compiled) == len(tiles_of(kind, n, k)) and made.num_made == 0
     assert not any(name[1] == kind and name[2] is None for name in cluster_gemm._functions)
+
+
+def test_a_kernel_in_cuda_that_is_kept_is_not_missing(no_gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counted as compiled in every start, each of which then went through all steps."""
+    compiled = list[object]()
+    monkeypatch.setattr(nvrtc, "compile_cubin", lambda source, macros, arch: compiled.append(macros) or b"code")
+    own = conv_decode.macros((4, 96, 16), 64, [(1536, 768, 96, 1, 1, 1, 2, 1)] * 2, BF16, (True, True))
+    for num_made in (1, 0):
+        with side_by_side.compiling(lambda *_: None) as made:
+            for _ in range(2):
+                assert conv_decode.is_loaded(own, torch.device("cpu"))
+            assert made.is_settled(60) == (num_made == 0)
+        assert made.num_made == num_made and compiled == [own]
+    assert not conv_decode.KERNEL._functions, "nothing was loaded"

@@ -52,9 +52,7 @@ class CudaKernel:
         if key not in self._functions:
             own = dict(macros)
             if (made := side_by_side.current()) is not None:
-                made.compile(
-                    self.name, tuple(own.items()), functools.partial(nvrtc.machine_code, self.source, own, _ARCH)
-                )
+                self._compile_ahead(made, own)
                 return True
             if torch.cuda.is_current_stream_capturing():
                 return False
@@ -64,6 +62,13 @@ class CudaKernel:
                 _LOG.warning("%s: %s", self.instead, error)
                 self._functions[key] = None
         return self._functions[key] is not None
+
+    def _compile_ahead(self, made: side_by_side.Pass, own: dict[str, int | str]) -> None:
+        """In a pass: once, and only what is not kept, or no start would find that nothing is missing."""
+        asked = self.name, tuple(own.items())
+        if asked not in made.seen and not nvrtc.is_cached(self.source, own, _ARCH):
+            made.compile(*asked, functools.partial(nvrtc.machine_code, self.source, own, _ARCH))
+        made.seen.add(asked)
 
     def launch(
         self, told: ctypes.Structure, blocks: int, threads: int, shared: int, macros: Macros, device: torch.device
