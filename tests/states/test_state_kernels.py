@@ -118,7 +118,7 @@ def test_one_kernel_advances_states_of_mamba2_without_spilling(groups: int, tmp_
     assert 2 * (mamba2_advance.shared_bytes(macros) + 1024) <= SHARED_BYTES + 1024
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(128, 8), (24, 1), (32, 1), (112, 8)])
+@pytest.mark.parametrize(("heads", "groups"), [(128, 8), (24, 1), (32, 1), (12, 1)])
 def test_one_kernel_decodes_mamba2_without_spilling(heads: int, groups: int, tmp_path: Path) -> None:
     try:
         nvrtc._library()
@@ -145,6 +145,78 @@ def test_one_kernel_convolves_rows_that_decode_without_spilling(width: int, dtyp
     assert "0 bytes spill stores" in told and registers is not None, told
     assert 2 * conv_decode.THREADS * int(registers[1]) <= 65536
     assert unwritten_reads(code, tmp_path) == []
+
+
+@pytest.mark.parametrize(("width", "channels"), [(4, 10240), (3, 2048), (8, 18432), (4, 300000)])
+@pytest.mark.parametrize("processors", [132, 16])
+@pytest.mark.parametrize("rows", [64, 512, 4096, 16384])
+def test_rows_of_a_convolution_fit_shared_memory_however_many(
+    rows: int, processors: int, width: int, channels: int
+) -> None:
+    """A block has 48 KiB, unless it was asked for more; 16 processors: a part of a GPU."""
+    own = conv_decode.macros((width, channels, 16), 64, [(0,) * 8] * 2, torch.bfloat16, (True, True))
+    told = conv_decode.Told(num_rows=rows)
+    parts = conv_decode.parts_of(told, own, processors)
+    assert 1 <= parts <= rows and conv_decode.shared_bytes(told, own, parts) <= 48 << 10
+    blocks = parts * conv_decode.num_tiles(own)
+    assert blocks <= 2 * processors or parts == 1 or conv_decode.shared_bytes(told, own, parts - 1) > 48 << 10
+
+
+_MAMBA2 = {"heads": (128, 8), "sizes": (64, 128), "chunk": 64, "dtype": torch.bfloat16, "state": torch.float32}
+_BESIDE = {"pitch": 128 * 64, "width": 10240, "begin": 0}
+
+
+@pytest.mark.parametrize(
+    ("other", "fits"),
+    [
+        ({}, True),  # Nemotron-H's and, with one group, Bamba's
+        ({"heads": (128, 1)}, True),
+        ({"heads": (48, 1)}, True),  # Granite's
+        ({"heads": (24, 1), "sizes": (64, 256)}, False),  # Falcon-H1's
+        ({"heads": (112, 8)}, False),  # 14 heads share B
+        ({"heads": (48, 1), "sizes": (32, 128)}, False),
+        ({"heads": (128, 3)}, False),
+        ({"chunk": 16}, False),
+        ({"dtype": torch.float16}, False),
+        ({"dtype": torch.float32}, False),
+        ({"state": torch.bfloat16}, False),
+        ({"pitch": 128 * 64 + 16}, False),  # of states, whose lines the copy engine takes whole
+        ({"width": 10244}, False),
+        ({"begin": 4}, False),
+    ],
+)
+def test_one_kernel_decodes_what_it_knows_of_mamba2(other: dict[str, Any], fits: bool) -> None:
+    own = _MAMBA2 | _BESIDE | other
+    (heads, groups), dtype = own["heads"], own["dtype"]
+    rows = torch.empty(2 * own["width"] + own["begin"], dtype=dtype)[own["begin"] :].view(2, -1)
+    given = rows, torch.empty(2, heads, dtype=dtype)
+    states = torch.empty(4 * own["pitch"], dtype=own["state"]).as_strided(
+        (2, 2, 1, 8192), (2 * own["pitch"], own["pitch"], 8192, 1)
+    )
+    shapes = ((heads * 64, dtype), (groups * 128, dtype), (heads, torch.float32), (heads, torch.float32))
+    kept = states, *(torch.empty(2, 1, 64, width, dtype=kind) for width, kind in shapes)
+    assert mamba2_decode.fits(own["heads"], own["sizes"], own["chunk"], given, kept) == fits
+
+
+@pytest.mark.parametrize(
+    ("width", "chunk", "channels", "dtype", "kind", "fits"),
+    [
+        (4, 64, 10240, torch.bfloat16, torch.bfloat16, True),
+        (3, 16, 2048, torch.float16, torch.float16, True),  # LFM2's
+        (4, 64, 10240, torch.float32, torch.float32, False),
+        (4, 64, 10240, torch.bfloat16, torch.float32, False),
+        (4, 64, 1022, torch.bfloat16, torch.bfloat16, False),
+        (1, 64, 1024, torch.bfloat16, torch.bfloat16, False),
+        (9, 64, 1024, torch.bfloat16, torch.bfloat16, False),
+        (7, 4, 1024, torch.bfloat16, torch.bfloat16, False),  # a chunk's end keeps tokens of its own alone
+    ],
+)
+def test_one_kernel_convolves_what_it_knows(
+    width: int, chunk: int, channels: int, dtype: torch.dtype, kind: torch.dtype, fits: bool
+) -> None:
+    x, kept = torch.empty(3, channels, dtype=dtype), torch.empty(2, 1, width, channels, dtype=kind)
+    assert conv_decode.fits(width, chunk, x, (kept, kept)) == fits
+    assert not conv_decode.fits(width, chunk, torch.empty(3, channels + 2, dtype=dtype)[:, 2:], (kept, kept))
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(1, 1), (2, 1), (3, 2), (16, 2)])

@@ -17,6 +17,7 @@ from octavo.ops.scan.cuda_kernel import CudaKernel, processors
 from octavo.ops.scan.kept import Form
 
 _TILE, _AHEAD, _RESIDENT = 1024, 4, 2  # channels of a block; rows at once; blocks of a processor
+_MOST_SHARED = 48 << 10  # bytes of a block, which need no leave
 THREADS = 256
 _TYPES = (torch.bfloat16, torch.float16)
 _FOLDER = Path(__file__).parent
@@ -74,7 +75,17 @@ def macros(
 
 def shared_bytes(told: Told, own: dict[str, int | str], num_parts: int) -> int:
     """Of a block of one of so many parts of the rows."""
-    return -(-int(told.num_rows) // num_parts) * 8 * 2 * int(own["WIDTH"])
+    return -(-int(told.num_rows) // num_parts) * _row_bytes(own)
+
+
+def _row_bytes(own: dict[str, int | str]) -> int:
+    return 8 * 2 * int(own["WIDTH"])
+
+
+def parts_of(told: Told, own: dict[str, int | str], num_processors: int) -> int:
+    """Of the rows: as many as keep a GPU busy, or more where a block's would not fit."""
+    busy = min(int(told.num_rows), _RESIDENT * num_processors // num_tiles(own))
+    return max(1, busy, -(-int(told.num_rows) // (_MOST_SHARED // _row_bytes(own))))
 
 
 def num_tiles(own: dict[str, int | str]) -> int:
@@ -89,6 +100,5 @@ def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
 
 def launch(told: Told, own: dict[str, int | str], device: torch.device) -> None:
     """Run it. Ask `is_loaded` first."""
-    tiles = num_tiles(own)
-    parts = max(1, min(int(told.num_rows), _RESIDENT * processors(device) // tiles))
-    KERNEL.launch(told, tiles * parts, THREADS, shared_bytes(told, own, parts), own, device)
+    parts = parts_of(told, own, processors(device))
+    KERNEL.launch(told, num_tiles(own) * parts, THREADS, shared_bytes(told, own, parts), own, device)
