@@ -1,4 +1,4 @@
-"""GpuStates: the operators of layers with states on a GPU, in Triton.
+"""GpuStates: the operators of layers with states on a GPU, in Triton, or in CUDA C++ where that serves.
 
 Owns what a kernel is told of a layer (once) and its tiles. Invariants: tiles move no bit; no launch waits for the
 device, so graphs may hold it.

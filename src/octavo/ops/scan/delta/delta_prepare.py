@@ -42,7 +42,7 @@ def shared_bytes(own: dict[str, int | str]) -> int:
 
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
-    """Whether the kernel is there: see `loading`."""
+    """See CudaKernel."""
     return loading.KERNELS["delta_prepare"].is_loaded(own, shared_bytes(own), device)
 
 

@@ -84,7 +84,7 @@ def shared_bytes(groups: int) -> int:
 
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
-    """Whether the kernel is there, for both numbers of groups: see `loading`."""
+    """Whether the kernel is there, for both numbers of groups: see CudaKernel."""
     found = [loading.KERNELS["delta_prompts"].is_loaded({**own, "GROUPS": n}, shared_bytes(n), device) for n in GROUPS]
     return all(found)
 

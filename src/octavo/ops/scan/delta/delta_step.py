@@ -50,7 +50,7 @@ def shared_bytes(own: dict[str, int | str]) -> int:
 
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
-    """Whether the kernel is there. Loads it unless a graph is captured; tells once why it cannot be had."""
+    """See CudaKernel."""
     return loading.KERNELS["delta_step"].is_loaded(own, shared_bytes(own), device)
 
 

@@ -1,4 +1,4 @@
-"""What the gated delta rule's kernels in CUDA C++ share: layers that they serve, their text, loading and launches."""
+"""What the gated delta rule's kernels in CUDA C++ share: layers that they serve, and constants; and their texts."""
 
 from __future__ import annotations
 
