@@ -310,8 +310,14 @@ def test_P_3_what_a_peer_took_after_the_blocks_were_given_up_does_not_count(make
         given_up.set()
         raise TransferError("it was not read in time")
 
+    def takes_too_long(way: GlooWay, pair: Pair, *args: Any) -> None:
+        assert given_up.wait(patient(30))
+        until = time.monotonic() + patient(30)
+        while not pair.is_broken_off and time.monotonic() < until:  # who gave up tells that by closing
+            time.sleep(0.001)
+
     monkeypatch.setattr(GlooWay, "give", gives_up)
-    monkeypatch.setattr(GlooWay, "take", lambda *args: given_up.wait(30))
+    monkeypatch.setattr(GlooWay, "take", takes_too_long)
     refused(make_llm, "recompute", lambda first, told: None)
 
 
