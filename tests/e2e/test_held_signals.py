@@ -7,12 +7,13 @@ import asyncio
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 
 import pytest
 
@@ -301,3 +302,20 @@ def test_a_time_limit_around_generate_ends_that_call_alone(limited: list[int]) -
                 while True:
                     llm.generate(["def f("] * 4, params, use_tqdm=False)
         assert llm.generate(["def f("], few)[0].outputs[0].token_ids == expected and len(limited) == 12
+
+
+def test_who_waits_for_a_held_signal_keeps_nothing_of_what_it_interrupted(
+    limited: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread may end when the interpreter does, and an engine that it freed then would end the process badly."""
+    begun: list[object] = []
+    monkeypatch.setattr(_thread, "start_new_thread", lambda *args: begun.append(args))
+    held = HeldSignals()
+    with pytest.raises(_TooLongError), held:
+        signal.raise_signal(signal.SIGALRM)
+    assert limited == [signal.SIGALRM] and len(begun) == 1
+    reached = [begun[0]]
+    for each in reached:
+        assert each is not held and not isinstance(each, FrameType)
+        if not isinstance(each, FunctionType):
+            reached += [one for one in gc.get_referents(each) if not isinstance(one, type)]

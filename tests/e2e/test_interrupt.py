@@ -45,7 +45,7 @@ def test_ctrl_c_leaves_nothing_behind(generating: subprocess.Popen[bytes], tmp_p
     family = [psutil.Process(generating.pid), *psutil.Process(generating.pid).children(recursive=True)]
     os.killpg(generating.pid, signal.SIGINT)
     out, err = generating.communicate(timeout=patient(20))
-    assert generating.returncode == 130
+    assert generating.returncode == 130, err
     assert b"Traceback" not in err
     assert out.endswith(b"\n") and len(out) < PIPE_BYTES + 1000, "it stopped in the middle of the answer"
     assert not [process for process in family if process.is_running()]

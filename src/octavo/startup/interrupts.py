@@ -13,6 +13,7 @@ import ctypes
 import signal
 import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
@@ -114,14 +115,16 @@ class HeldSignals:
             return
         with contextlib.suppress(RuntimeError):  # no thread can begin: then it waits for the end, or for a second one
             # threading's are not for a handler of signals
-            _thread.start_new_thread(self._lose_patience, (number, waits, _thread.get_ident()))
+            _thread.start_new_thread(_lose_patience, (weakref.ref(self), number, waits, _thread.get_ident()))
 
-    def _lose_patience(self, number: int, waits: _thread.LockType, main: int) -> None:
-        if not waits.acquire(timeout=_PATIENCE) and self._holds:
-            if hasattr(signal, "pthread_kill"):  # there it ends a call of the system that waits, too
-                signal.pthread_kill(main, number)
-            else:
-                signal.raise_signal(number)
+
+def _lose_patience(whose: weakref.ReferenceType[HeldSignals], number: int, waits: _thread.LockType, main: int) -> None:
+    """A thread's, which may end when the interpreter does: what it kept until then, as an engine, would end there."""
+    if not waits.acquire(timeout=_PATIENCE) and (held := whose()) is not None and held._holds:
+        if hasattr(signal, "pthread_kill"):  # there it ends a call of the system that waits, too
+            signal.pthread_kill(main, number)
+        else:
+            signal.raise_signal(number)
 
 
 def may_be_a_signal(error: BaseException) -> bool:
