@@ -460,7 +460,7 @@ def test_acceptance_on_held_out_code(name: str, least: float, held_out_prompts: 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*SPEAKERS, "eagle"])
 def test_500_requests(name: str, dtype: str, tmp_path: Path, held_out_prompts: list[str]) -> None:
-    """Batches of 1 to 64, chunks, hits, preemption, a step in flight; greedy and sampled."""
+    """Up to nine rows at once, as the cache is small; chunks, hits, preemption, steps in flight; greedy and sampled."""
     rng = random.Random(7)
     jobs: list[Job] = []
     for index in range(500):
