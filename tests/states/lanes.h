@@ -149,7 +149,6 @@ static void copy_bytes(u32 to, u64 from, u32 bytes, u32 width) {
 }
 static void copy16(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 16); }
 static void copy4(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 4); }
-static void copy8(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 8); }
 static void commit() {
     lanes[current].groups.push_back(lanes[current].open);
     lanes[current].open.clear();

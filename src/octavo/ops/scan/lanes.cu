@@ -16,9 +16,6 @@ __device__ inline u32 blocks() { return gridDim.x; }
 __device__ inline void copy16(u32 to, u64 from, u32 bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
 }
-__device__ inline void copy8(u32 to, u64 from, u32 bytes) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
-}
 __device__ inline void copy4(u32 to, u64 from, u32 bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -62,12 +59,9 @@ __device__ inline void wait_for(u32 barrier, u32 turn) {
         "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }"
         :: "r"(barrier), "r"(turn) : "memory");
 }
-__device__ inline void fetch(u32 to, u64 from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-// 128 lines of 64 numbers of 16 bits, whose parts of 16 bytes lie by exclusive or with the line's number.
-__device__ inline void fetch_box(const Map& map, u64, int line, u32 to, u32 barrier) {  // what leaves the L2 first
+// 128 lines of 64 numbers of 16 bits, whose parts of 16 bytes lie by exclusive or with the line's number; what leaves
+// the L2 first.
+__device__ inline void fetch_box(const Map& map, u64, int line, u32 to, u32 barrier) {
     asm volatile(
         "{ .reg .b64 once; createpolicy.fractional.L2::evict_first.b64 once, 1.0;"
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], once; }"
