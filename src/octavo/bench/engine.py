@@ -161,12 +161,23 @@ def _limit(name: str, row: dict[str, float], limits: dict[str, float], *, in_pai
     return ""
 
 
+def _counts(text: str) -> list[int]:
+    """Numbers of rows, with commas. Raises ArgumentTypeError."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and 0 < int(part) <= gpu_engine.MAX_NUM_SEQS for part in parts):
+        raise argparse.ArgumentTypeError(f"{text}: numbers from 1 to {gpu_engine.MAX_NUM_SEQS} are needed, with commas")
+    return [int(part) for part in parts]
+
+
 def _add_drafts(parser: Parser) -> None:
     parser.add_argument("--oracle", type=float, metavar="P", help="drafts beside none: each the true token in P of all")
     parser.add_argument(
         "--drafts", type=json.loads, metavar="JSON", help="a speculative_config beside none, or its cost"
     )
     parser.add_argument("--num-drafts", type=int, default=4, help="of an oracle, or of --drafts")
+    parser.add_argument(
+        "--rows", type=_counts, default=gpu_engine.ROWS, metavar="N,N", help="that the workload of this name sweeps"
+    )
     parser.add_argument("--fixed-depth", action="store_true", help="as many drafts in every row of every step")
 
 
@@ -182,13 +193,33 @@ def _drafts(parser: Parser, arguments: argparse.Namespace) -> speculation.Drafts
     return speculation.Drafts(arguments.num_drafts, arguments.oracle, config, not arguments.fixed_depth)
 
 
+def _groups(names: Sequence[str], vocab: int, counts: Sequence[int]) -> list[dict[str, gpu_engine.Workload]]:
+    """Workloads that are compared with drafts and without: those of a sweep share engines."""
+    return [
+        gpu_engine.sweep(vocab, counts) if name == gpu_engine.SWEEP else {name: gpu_engine.workload(name, vocab)}
+        for name in names
+    ]
+
+
+def _names(parser: Parser, workload: str, device: str, *, with_drafts: bool) -> list[str]:
+    """The workloads that are asked for, of those that run there. `all` has no sweep."""
+    on_device = gpu_engine.WORKLOADS if device == "cuda" else tuple(WORKLOADS)
+    known = gpu_engine.DRAFTED if with_drafts else on_device
+    if workload in ("all", "none"):
+        return list(known) if workload == "all" else []
+    if workload not in known and not (with_drafts and workload == gpu_engine.SWEEP):
+        where = "with --oracle or --drafts" if with_drafts else f"on {device} without --oracle or --drafts"
+        those = ", ".join((*known, gpu_engine.SWEEP) if with_drafts else known)
+        parser.error(f"--workload {workload} does not run {where}: known are {those}")
+    return [workload]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run workloads and print a table, then JSON lines; the last one holds everything."""
     parser = Parser(prog="octavo bench engine", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
-    workloads = dict.fromkeys(
-        (*WORKLOADS, *gpu_engine.WORKLOADS, *gpu_engine.DRAFTED, "all", "none")
-    )  # some run on either device
+    # some run on either device
+    workloads = dict.fromkeys((*WORKLOADS, *gpu_engine.WORKLOADS, *gpu_engine.DRAFTED, gpu_engine.SWEEP, "all", "none"))
     parser.add_argument("--workload", choices=list(workloads), default="all")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
@@ -215,16 +246,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = {"state_dtype": arguments.state_dtype, "async_scheduling": arguments.async_scheduling}
     fields |= {name: value for name, value in given.items() if value}
     drafts = _drafts(parser, arguments)
-    known = gpu_engine.DRAFTED if drafts else gpu_engine.WORKLOADS if on_gpu else WORKLOADS
-    names = {"all": list(known), "none": []}.get(arguments.workload, [arguments.workload])
-    if not set(names) <= set(known):
-        parser.error(f"--workload {names[0]} does not run on {fields['device']}: known are {', '.join(known)}")
+    names = _names(parser, arguments.workload, fields["device"], with_drafts=drafts is not None)
     document = {"shape": arguments.shape, **fields}
     if drafts:
-        vocab = SHAPES[arguments.shape]["vocab_size"]
+        groups = _groups(names, SHAPES[arguments.shape]["vocab_size"], arguments.rows)
         engine = gpu_engine.Run(arguments.shape, SHAPES[arguments.shape], fields, dummy_model).engine
-        works = [(name, gpu_engine.workload(name, vocab)) for name in names]
-        return speculation.run(engine, arguments.shape, works, drafts, document, profile=arguments.profile and on_gpu)
+        return speculation.run(engine, arguments.shape, groups, drafts, document, profile=arguments.profile and on_gpu)
     if on_gpu:
         run = gpu_engine.Run(arguments.shape, SHAPES[arguments.shape], fields, dummy_model)
         return gpu_engine.report(run, names, document, profile=arguments.profile, timeline=arguments.timeline)

@@ -78,6 +78,14 @@ def workload(name: str, vocab: int) -> Workload:
 
 WORKLOADS = ("start", "single", "offline256", "prefill", "decode64", "decode512")
 DRAFTED = ("single", "decode64", "offline256", "decode512", "quotes")  # that are compared with drafts and without
+SWEEP = "rows"  # of drafts as well: decoding of so many rows, one number after the other
+ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, MAX_NUM_SEQS)
+
+
+def sweep(vocab: int, counts: Sequence[int] = ROWS) -> dict[str, Workload]:
+    """Decoding of each of so many rows. The requests of a smaller number are the first ones of a larger."""
+    prompts = workload(f"decode{max(counts)}", vocab).prompts
+    return {f"{SWEEP}{count}": Workload(prompts[:count], [128] * count, 0.6) for count in counts}
 
 
 def _generate(llm: LLM, work: Workload) -> float:

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -42,61 +42,95 @@ class Drafts:
 
 def compare(
     engine: Callable[..., AbstractContextManager[LLM]],
-    work: Workload,
+    works: Mapping[str, Workload],
     drafts: Drafts,
     num_rounds: int = 3,
     *,
     profile: bool = False,
-) -> dict[str, float]:
-    """Tokens per second without and with drafts, the best of some rounds, and what a step cost beside a plain one.
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Of each workload the tokens per second without and with drafts, the best of some rounds, and what a step cost.
 
-    profile: print kernels too, on a GPU. Raises RuntimeError where a token differs.
+    All run on one engine without drafts, then on one with them. An oracle is told all answers: prompts that begin alike
+    belong together only if one continues the other. profile: print kernels too, on a GPU. Raises RuntimeError where a
+    token differs.
     """
+    plain: dict[str, _Measured] = {}
     with engine() as llm:
-        plain, steps, expected = _measure(llm, work, num_rounds)
-        if profile:
-            _profile(llm, work, "without drafts")
+        for name, work in works.items():
+            plain[name] = _measure(llm, work, num_rounds)
+            if profile:
+                _profile(llm, work, f"of {name} without drafts")
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
         answers = Path(folder, "answers.json")
-        whole = [prompt + tokens for prompt, tokens in zip(work.prompts, expected, strict=True)]
-        answers.write_text(json.dumps(whole))
+        answers.write_text(json.dumps(_answers(works, plain)))
         with engine(speculative_config=drafts.settings(answers)) as llm:
-            before = llm.engine.scheduler.stats()
-            seconds, drafted_steps, found = _measure(llm, work, num_rounds)
-            after = llm.engine.scheduler.stats()
-            if profile:
-                _profile(llm, work, "with drafts")
-    if found != expected:
-        raise RuntimeError("tokens with drafts differ from those without")
-    num_tokens, num_drafted = sum(work.num_outputs), after.num_draft_tokens - before.num_draft_tokens
+            for name, work in works.items():
+                drafted = _measure(llm, work, num_rounds)
+                if drafted.tokens != plain[name].tokens:
+                    raise RuntimeError(f"tokens of {name} with drafts differ from those without")
+                if profile:
+                    _profile(llm, work, f"of {name} with drafts")
+                yield name, _row(sum(work.num_outputs), plain[name], drafted)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Measured:
+    """The quickest round of a workload, what every round says, and the drafts of all rounds."""
+
+    seconds: float
+    num_steps: int
+    tokens: list[list[int]]
+    num_drafted: int
+    num_accepted: int
+
+
+def _answers(works: Mapping[str, Workload], plain: Mapping[str, _Measured]) -> list[list[int]]:
+    """Prompts and outputs, each once: workloads of a sweep begin alike."""
+    whole = [
+        (*prompt, *tokens)
+        for name, work in works.items()
+        for prompt, tokens in zip(work.prompts, plain[name].tokens, strict=True)
+    ]
+    return [list(line) for line in dict.fromkeys(whole)]
+
+
+def _row(num_tokens: int, plain: _Measured, drafted: _Measured) -> dict[str, float]:
+    plain_step, drafted_step = plain.seconds / plain.num_steps, drafted.seconds / drafted.num_steps
     return {
-        "plain_tok_s": num_tokens / plain,
-        "drafted_tok_s": num_tokens / seconds,
-        "speedup": plain / seconds,
-        "tokens_per_step": steps / drafted_steps,
-        "accepted": (after.num_accepted_tokens - before.num_accepted_tokens) / max(num_drafted, 1),
-        "step_cost": (seconds / drafted_steps) / (plain / steps),
-        "plain_step_us": plain / steps * 1e6,
-        "drafted_step_us": seconds / drafted_steps * 1e6,
+        "plain_tok_s": num_tokens / plain.seconds,
+        "drafted_tok_s": num_tokens / drafted.seconds,
+        "speedup": plain.seconds / drafted.seconds,
+        "tokens_per_step": plain.num_steps / drafted.num_steps,
+        "accepted": drafted.num_accepted / max(drafted.num_drafted, 1),
+        "step_cost": drafted_step / plain_step,
+        "plain_step_us": plain_step * 1e6,
+        "drafted_step_us": drafted_step * 1e6,
     }
 
 
-def _measure(llm: LLM, work: Workload, num_rounds: int) -> tuple[float, int, list[list[int]]]:
-    """Seconds and steps of the quickest round, and what every round says."""
-    params = _params(work)
+def _measure(llm: LLM, work: Workload, num_rounds: int) -> _Measured:
+    """Raises RuntimeError where two rounds differ."""
+    params, scheduler = _params(work), llm.engine.scheduler
     llm.engine.capture_rest()
     llm.generate(work.prompts, params, use_tqdm=False)
+    earlier = scheduler.stats()
     found: list[tuple[float, int]] = []
     tokens: list[list[int]] = []
     for _ in range(num_rounds):
         before, started = llm.engine.times.num_steps, time.perf_counter()
         outputs = llm.generate(work.prompts, params, use_tqdm=False)
         found.append((time.perf_counter() - started, llm.engine.times.num_steps - before))
-        said = [output.outputs[0].token_ids for output in outputs]
+        said = [list(output.outputs[0].token_ids) for output in outputs]
         if tokens and said != tokens:
             raise RuntimeError("two rounds differ")
         tokens = said
-    return (*min(found), [list(line) for line in tokens])
+    later = scheduler.stats()
+    return _Measured(
+        *min(found),
+        tokens,
+        num_drafted=later.num_draft_tokens - earlier.num_draft_tokens,
+        num_accepted=later.num_accepted_tokens - earlier.num_accepted_tokens,
+    )
 
 
 def _params(work: Workload) -> list[SamplingParams]:
@@ -135,16 +169,23 @@ def table(shape: str, name: str, row: dict[str, float]) -> str:
 def run(
     engine: Callable[..., AbstractContextManager[LLM]],
     shape: str,
-    works: Sequence[tuple[str, Workload]],
+    groups: Sequence[Mapping[str, Workload]],
     drafts: Drafts,
     document: dict[str, Any],
     *,
     profile: bool = False,
 ) -> int:
-    """Compare each; print a line each, then one JSON document. profile: see `compare`."""
-    rows = {}
-    for name, work in works:
-        rows[name] = compare(engine, work, drafts, profile=profile)
-        print(table(shape, name, rows[name]), flush=True)
+    """Compare each, those of a group on the same two engines; print a line each, then one JSON document.
+
+    Behind a group of several a line says where drafts gained least. profile: see `compare`.
+    """
+    rows: dict[str, dict[str, float]] = {}
+    for works in groups:
+        for name, row in compare(engine, works, drafts, profile=profile):
+            rows[name] = row
+            print(table(shape, name, row), flush=True)
+        if len(works) > 1:
+            least = min(works, key=lambda name: rows[name]["speedup"])
+            print(f"least: {rows[least]['speedup']:.3f} times, {least}", flush=True)
     print(json.dumps(document | {"drafts": dataclasses.asdict(drafts), "results": rows}))
     return 0
