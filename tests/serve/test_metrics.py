@@ -98,9 +98,15 @@ def _value(metrics: ServerMetrics, name: str, **labels: str) -> float:
     return _samples(metrics)[f"vllm:{name}", frozenset((LABELS | labels).items())]
 
 
+def _places(metrics: ServerMetrics) -> list[str]:
+    """Of drafts, in order of their lines."""
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    return [dict(labels)["position"] for each, labels in _samples(metrics) if each == name]
+
+
 @pytest.fixture
 def metrics() -> ServerMetrics:
-    return ServerMetrics("m", max_model_len=2048, routes=ROUTES)
+    return ServerMetrics("m", max_model_len=2048, num_drafts=4, routes=ROUTES)
 
 
 def test_the_names_that_others_look_for(metrics: ServerMetrics) -> None:
@@ -225,8 +231,14 @@ def test_S_12_drafts_are_counted_under_the_fields_names(metrics: ServerMetrics) 
         assert _value(metrics, f"spec_decode_num_{name}_total") == value
     per_position = "spec_decode_num_accepted_tokens_per_pos_total"
     assert [_value(metrics, per_position, position=str(place)) for place in range(4)] == [9, 8, 8, 0]
+    assert _places(metrics) == ["0", "1", "2", "3"]
     engine.stats |= {"num_accepted_at_0": 2}
     assert _value(metrics, per_position, position="0") == 11
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 16])
+def test_S_12_each_place_of_a_draft_is_a_series(num_drafts: int) -> None:
+    assert _places(ServerMetrics("m", num_drafts=num_drafts)) == [str(place) for place in range(num_drafts)]
 
 
 def test_weights_are_told_by_version_transport_and_operation(metrics: ServerMetrics) -> None:

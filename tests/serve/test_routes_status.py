@@ -84,6 +84,18 @@ def test_metrics_count_every_request_once(start_server: StartServer) -> None:
         assert metric(server, f"vllm:{name}") == value, name
 
 
+def test_S_12_metrics_tell_drafts_and_each_of_their_places(start_server: StartServer) -> None:
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    server = start_server("--dtype", "float32", "--speculative-config", json.dumps(config), mock=False)
+    body = {"model": "octavo-tiny", "prompt": [5, 6, 7] * 8, "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+    assert server.post("/v1/completions", body).status == 200
+    wait_for(lambda: metric(server, "vllm:spec_decode_num_drafts_total") > 0)
+    lines = server.get("/metrics").body.decode().splitlines()
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total{"
+    found = [line.partition('position="')[2].partition('"')[0] for line in lines if line.startswith(name)]
+    assert found == ["0", "1", "2"]
+
+
 def test_tokenizer_routes(server: RunningServer) -> None:
     made = server.post("/tokenize", {"prompt": "hello world", "return_token_strs": True}).json()
     assert made["count"] == len(made["tokens"]) == len(made["token_strs"]) and made["max_model_len"] == 2048

@@ -1,18 +1,18 @@
 """The names of /metrics: vLLM's, so that dashboards and autoscalers made for it find what they look for.
 
 Owns name, kind, label, buckets and older names of every family. Holds no values. Invariant: the set of series follows
-from this table and the table of routes alone, so traffic cannot add one.
+from this table, the table of routes and the number of drafts alone, so traffic cannot add one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from octavo.config.speculative import MAX_DRAFTS
 from octavo.frontend.request_metrics import COUNTERS_OF_REQUESTS, HISTOGRAMS_OF_REQUESTS, LABELS, TOKENS
 from octavo.rl.session import BACKENDS
 
 VLLM, OWN = "vllm:", "octavo:"  # prefixes
+ACCEPTED_PER_PLACE = "spec_decode_num_accepted_tokens_per_pos"
 STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
 HTTP = (0.01, 0.05, 0.1, 0.5, 1, 5, 30, 120)
 
@@ -79,11 +79,8 @@ FAMILIES = (
     _counter("spec_decode_num_drafts", "Times that a request had drafts verified"),
     _counter("spec_decode_num_draft_tokens", "Drafts that were verified"),
     _counter("spec_decode_num_accepted_tokens", "Drafts that were accepted"),
-    _counter(
-        "spec_decode_num_accepted_tokens_per_pos",
-        "Drafts that were accepted, by their place behind the last token",
-        "position",
-        tuple(map(str, range(MAX_DRAFTS))),
+    _counter(  # of the places that there are
+        ACCEPTED_PER_PLACE, "Drafts that were accepted, by their place behind the last token", "position", ()
     ),
     _counter("mm_cache_queries", "Media items looked up"),
     _counter("mm_cache_hits", "Media items found"),

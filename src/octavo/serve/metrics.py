@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from octavo.frontend.messages import EngineInfo
 from octavo.frontend.metrics import COUNTERS, GAUGES
 from octavo.frontend.request_metrics import Histogram, RequestCounts, RequestFacts, token_buckets
-from octavo.serve.metric_families import FAMILIES, HTTP, OWN, VLLM, Family
+from octavo.serve.metric_families import ACCEPTED_PER_PLACE, FAMILIES, HTTP, OWN, VLLM, Family
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"  # what every unknown method and unknown route is called
@@ -62,10 +62,14 @@ class ServerMetrics(Collector):
         model_name: str,
         *,
         max_model_len: int = 131072,
+        num_drafts: int = 0,
         engine: str = "0",
         routes: Iterable[tuple[str, str]] = (),
     ) -> None:
-        """`routes` are (method, path template) pairs: the only values that HTTP labels take beside "other"."""
+        """`routes` are (method, path template) pairs: the only values that HTTP labels take beside "other".
+
+        num_drafts: of a row in one step at most, each of whose places is a series.
+        """
         self._labels = (model_name, engine)
         self._engine: Watched | None = None
         self._totals: dict[str, float] = {}  # totals of the engine process, as last told
@@ -83,6 +87,7 @@ class ServerMetrics(Collector):
                 self._histograms[family.name] = Histogram(family.buckets or token_buckets(max_model_len))
             else:
                 self._values[family.name] = dict.fromkeys(family.values, 0.0)
+        self._values[ACCEPTED_PER_PLACE] = dict.fromkeys(map(str, range(num_drafts)), 0.0)
         self._values["engine_sleep_state"]["awake"] = 1.0  # before an engine is watched
         self._http_counts: dict[tuple[str, str, str], float] = {}
         self._http_times: dict[tuple[str, str], Histogram] = {}
@@ -166,7 +171,7 @@ class ServerMetrics(Collector):
         ):
             for backend in values[name]:
                 values[name][backend] += self._grown(source + backend, stats.get(source + backend, 0.0))
-        accepted = values["spec_decode_num_accepted_tokens_per_pos"]
+        accepted = values[ACCEPTED_PER_PLACE]
         for place in accepted:
             accepted[place] += self._grown(f"accepted_at_{place}", stats.get(f"num_accepted_at_{place}", 0.0))
         outcomes = values["weight_update_requests"]

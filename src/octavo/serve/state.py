@@ -15,6 +15,7 @@ import msgspec
 
 import octavo
 from octavo.config.settings import ConfigError
+from octavo.config.speculative import read_speculative
 from octavo.request.sampling_params import SamplingParams
 from octavo.serve.api.budget import LogprobBudget
 from octavo.serve.engine.async_engine import AsyncEngine
@@ -62,7 +63,11 @@ class ServeState:
         self.model_names = split(config.served_model_name) or [engine.model_name]
         allowed = config.allowed_template_kwargs
         self._template_kwargs = None if allowed == "auto" else frozenset(split(allowed))
-        self.metrics = ServerMetrics(self.model_names[0], max_model_len=engine.limits.max_model_len)
+        self.metrics = ServerMetrics(
+            self.model_names[0],
+            max_model_len=engine.limits.max_model_len,
+            num_drafts=read_speculative(engine.config.speculative_config).num_speculative_tokens,
+        )
         self.metrics.watch(engine)
         self.created = int(time.time())
         self.logprobs = LogprobBudget(config.max_request_logprobs, config.max_open_logprobs)
