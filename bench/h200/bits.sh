@@ -6,6 +6,9 @@
 #   trainer: a trainer's forward beside the engine's log-probabilities, 20,000 tokens of 0.6b and of 8b among them
 #   AXES: octavo bench reproducibility in bfloat16, all axes, of the bundled models and of 0.6b; of the hybrid in two parts, of 8b in three
 # Named parts, or all: recorded families trainer tiny hybrid_a hybrid_b 0.6b 8b_a 8b_b 8b_c. Table last.
+# By name alone, as many a call as there are GPUs, LIMIT=195: all axes of the shapes mamba2 and gdn, SHAPE_PART. Parts: beside (20,000 tokens: other
+# requests), hits (4,096: the cache, and A, B, A 1,000 times), drafts (4,096: drafts, preemption, host memory, everything),
+# blocks (4,096: sizes of blocks, no graphs), chunks (20,000: steps of 7, 64, 100 and 512 tokens).
 set -u
 PY=${PY:-python3}; OUT=${OUT:-/tmp}; LIMIT=${LIMIT:-560}
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
@@ -39,6 +42,14 @@ part hybrid_a 1 $B --model octavo-tiny-hybrid $M 8G "${E[@]}"
 part hybrid_b 1 $B --model octavo-tiny-hybrid $M 8G "${F[@]}"
 part families 0 $T -n 8 --dist loadgroup tests/gpu/test_families_gpu.py
 part trainer 1 $T -n 4 tests/gpu/test_rl_gpu.py
+for shape in mamba2 gdn; do # each alone on a GPU: an engine takes what is free
+  R="$B --shape $shape"
+  part ${shape}_beside ${#names[@]} $R --tokens 20000 --axis restart --axis "batch size" --axis order --axis neighbours --axis "mixed steps" --axis siblings --axis logprobs
+  part ${shape}_hits ${#names[@]} $R --tokens 4096 --times 1000 --axis "prefix hit" --axis "border hit" --axis "A, B, A" --axis "last states"
+  part ${shape}_drafts ${#names[@]} $R --tokens 4096 --axis "host memory" --axis "host memory, alone" --axis preemption --axis speculation --axis "oracle's drafts" --axis everything
+  part ${shape}_blocks ${#names[@]} $R --tokens 4096 --axis "blocks of 16" --axis "blocks of 32" --axis "blocks of 128" --axis "kernel block" --axis "step in flight" --axis "graph or eager"
+  part ${shape}_chunks ${#names[@]} $R --tokens 20000 --axis "chunk size" --axis "chunks of 7" --axis "chunks of 64" --axis "chunks of 100" --axis "chunks of 512"
+done
 wait
 for name in "${names[@]}"; do
   log="$OUT/bits_$name.txt"

@@ -16,6 +16,7 @@ from octavo import LLM
 from octavo.bench import reproducibility
 from octavo.bench.circumstances import Answer, Run, in_groups, make_jobs
 from octavo.bench.reproducibility import Bench, Difference, make_axes
+from octavo.bench.shapes import SHAPES
 from octavo.checkpoint.hub import find_model
 from octavo.cli.flags import UsageError
 from random_models import EXAONE4, settings_of
@@ -47,14 +48,29 @@ def test_no_axis_changes_a_bit_of_a_model_with_states(capsys: pytest.CaptureFixt
     axes += ("host memory, alone",)
     only = [word for name in axes for word in ("--axis", name)]
     model = ["--model", "octavo-tiny-hybrid", "--dtype", "float32", "--device", "cpu"]
-    reproducibility.main([*model, "--tokens", "256", *only])
+    reproducibility.main([*model, "--tokens", "256", "--times", "6", *only])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["axes"]
     del found["control"]
     assert set(found) == set(axes)
     for name, row in found.items():
         assert row["tokens"] >= 256 and "NOT MET" not in row["remark"], (name, row)
         assert not (row["different_tokens"] or row["different_logprobs"] or row["different_folds"]), (name, row)
-    assert "found in the cache" in found["A, B, A"]["remark"]
+    assert "8 times A, B, A" in found["A, B, A"]["remark"] and found["A, B, A"]["tokens"] >= 512
+    assert found["border hit"]["remark"] == "2 lengths of hits, 64 to 128", "prompts of 129 tokens have two borders"
+
+
+def test_no_axis_changes_a_bit_of_the_shape_of_mamba2(tmp_path: Path) -> None:
+    """Made small; the shape `gdn` has the layers of `octavo-tiny-hybrid`."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4, "vocab_size": 500}
+    sizes |= {"num_key_value_heads": 2, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2}
+    shape = {**SHAPES["mamba2"], **sizes, "ssm_state_size": 32, "hybrid_override_pattern": "M-M*-M-"}
+    axes = ("batch size", "border hit", "A, B, A", "preemption", "oracle's drafts", "chunks of 7", "everything")
+    for name, difference, remark in Bench(None, settings_of(shape, tmp_path), 512, 0, times=9).results([], axes):
+        assert "NOT MET" not in remark and difference.tokens >= 512 and not difference.any, (name, remark)
+        if name == "preemption":
+            assert "in the middle of a chunk" in remark
+        axes = tuple(axis for axis in axes if axis != name)
+    assert not axes
 
 
 def test_a_host_that_keeps_few_states_is_asked_by_groups_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +179,8 @@ def test_a_comparison_ends_where_tokens_part() -> None:
     difference = Difference()
     difference.add(Answer([1, 2, 3], [-0.0, 1.0, 1.0], [5, 6, 7]), Answer([1, 4, 3], [0.0, 1.0, 2.0], [5, 6, 8]))
     assert difference == Difference(tokens=2, different_tokens=1, different_logprobs=1, different_folds=0)
+    rounds = reproducibility._compare([Answer([1], [], [5])], [Answer([1], [], [5]), Answer([1], [], [6])])
+    assert (rounds.tokens, rounds.different_folds) == (2, 1)
     without: Any = Difference()
     without.add(Answer([1], [-1.0], [5]), Answer([1], [], [5]))
     assert not without.any

@@ -25,9 +25,11 @@ HOST_BYTES = 1 << 30  # of host memory that a connector has at least
 NUM_SIBLINGS = 4
 _LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 400, 511, 512, 513)
 _GROUPS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 24, 31, 33, 48, 64, 65, 96, 127, 129, 160)
-_CHUNK = 64  # tokens from one state that a recurrent layer keeps to the next, in most
+CHUNK = 64  # tokens from one state that a recurrent layer keeps to the next, in most
 _NUM_RESETS = 5
 _ANY_GROUPS = 6  # batches of any of these sizes; the rest are of the larger half
+_BORDER_TURNS = 2  # by which NUM_SIBLINGS siblings ask each border of the longest prompt
+_ALONE = 24  # requests beside which there is no other when they are asked again; the rest are asked in groups
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -84,6 +86,12 @@ class Run:
         self._rng = rng
         self.engine.core.ask_workers("digest_logits", type(None))
         self._num_noise = 0
+        self.hits: list[int] = []  # tokens of each of the last answers' prompts that were found in the cache
+        self.num_cut = 0  # requests that lost their blocks, of which the last chunk of states was not whole
+
+    def forget(self) -> None:
+        """Empty the prefix cache. Nothing runs."""
+        assert self._llm.reset_prefix_cache(), "what runs keeps its blocks"
 
     def answers(
         self,
@@ -111,6 +119,7 @@ class Run:
                 job = jobs[due[0]]
                 engine.add(str(due.pop(0)), job.prompt, msgspec.structs.replace(job.params, n=count))
             if step in resets:
+                self.num_cut += sum(one.num_computed % CHUNK > 0 for one in engine.scheduler.running)
                 self._llm.reset_prefix_cache(reset_running_requests=True)
             if num_noise and step % 3 == 0:
                 num_noise -= 1
@@ -118,6 +127,7 @@ class Run:
             finished |= {output.request_id: output for output in engine.step() if output.finished}
             step += 1
         folds = self._take_digests()
+        self.hits = [output.num_cached_tokens or 0 for _, output in sorted(finished.items())]
         return [self._answer(jobs, index, count, finished, folds) for index in range(len(jobs))]
 
     def _take_digests(self) -> dict[str, dict[int, int]]:
@@ -270,32 +280,64 @@ def from_elsewhere_alone(run: Run, jobs: Sequence[Job], rng: random.Random) -> t
 
 
 def at_borders(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
-    """Behind requests that share a prompt up to a border of its states, each border in turn, one request at a time."""
-    found, before = [], run.engine.scheduler.stats().num_prefix_hits
-    for index, job in enumerate(jobs):
-        borders = len(job.prompt) // _CHUNK
-        if borders:
-            cut = job.prompt[: _CHUNK * (1 + index % borders)]
-            params = msgspec.structs.replace(job.params, max_tokens=1 + index % 2)
-            run.answers(
-                [Job([*cut, *(rng.randrange(run.engine.limits.vocab_size) for _ in range(1 + index % 3))], params)]
-            )
-        found += run.answers([job])
-    return found, met(run.engine.scheduler.stats().num_prefix_hits - before, "tokens found in the cache")
+    """Each behind a request that shares its prompt up to a border of states, and that alone is in the cache.
+
+    Every border of every prompt, those of the first siblings in a step of one row. The answers are several rounds.
+    """
+    rounds, found_at = list[Answer](), set[int]()
+    for turn in range(_BORDER_TURNS):
+        found: dict[int, Answer] = {}
+        for sibling in range(NUM_SIBLINGS):
+            members = range(sibling, len(jobs), NUM_SIBLINGS)
+            for group in [members] if sibling else [[index] for index in members]:
+                run.forget()
+                shared = [_up_to_a_border(run, jobs[index], sibling + NUM_SIBLINGS * turn, rng) for index in group]
+                run.answers([job for job in shared if job])
+                found |= zip(group, run.answers([jobs[index] for index in group]), strict=True)
+                found_at |= {*run.hits} - {0}
+        rounds += [found[index] for index in range(len(jobs))]
+    return rounds, met(len(found_at), f"lengths of hits, {min(found_at, default=0)} to {max(found_at, default=0)}")
 
 
-def behind_another(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
-    """A request, a disturbing one, the first again: the second answer counts, some of whose tokens must be found."""
-    found, before = [], run.engine.scheduler.stats().num_prefix_hits
-    for job in jobs:
-        run.answers([job])
-        other = jobs[rng.randrange(len(jobs))]
-        cut = rng.randrange(1, len(other.prompt) + 1)
-        shared = job.prompt[: rng.randrange(len(job.prompt) + 1)]
-        run.answers([Job([*shared, *other.prompt[:cut]][: MAX_LEN - NUM_OUTPUT], other.params)])
-        found += run.answers([job])
+def _up_to_a_border(run: Run, job: Job, number: int, rng: random.Random) -> Job | None:
+    """A request that leaves `job`'s states up to its border of that number, by turns; None: `job` reaches none."""
+    borders = (len(job.prompt) - 1) // CHUNK
+    if not borders:
+        return None
+    cut = job.prompt[: CHUNK * (1 + number % borders)]
+    others = [rng.randrange(run.engine.limits.vocab_size) for _ in range(rng.randint(1, 3))]
+    return Job(cut + others, msgspec.structs.replace(job.params, max_tokens=rng.randint(1, 2)))
+
+
+def behind_another(run: Run, jobs: Sequence[Job], rng: random.Random, *, times: int = 0) -> tuple[list[Answer], str]:
+    """A request, a disturbing one, the first again: the second answer counts, some of whose tokens must be found.
+
+    times: how often at least, in rounds of all requests (default: one). The first few are alone, others in groups.
+    """
+    found, before = list[Answer](), run.engine.scheduler.stats().num_prefix_hits
+    num_rounds = max(1, -(-times // len(jobs)))
+    for start in range(0, num_rounds * len(jobs), len(jobs)):
+        while len(found) < start + len(jobs):
+            size = 1 if len(found) < _ALONE else rng.choice(_GROUPS)
+            group = jobs[len(found) - start :][:size]
+            run.answers([_cut_short(job, rng) for job in group])
+            run.answers([_disturbing(job, jobs, rng) for job in group])
+            found += run.answers(group)
     hits = run.engine.scheduler.stats().num_prefix_hits - before
-    return found, f"{len(jobs)} times A, B, A, " + met(hits, "tokens found in the cache")
+    return found, f"{len(found)} times A, B, A, " + met(hits, "tokens found in the cache")
+
+
+def _cut_short(job: Job, rng: random.Random) -> Job:
+    """The same, which ends anywhere."""
+    return Job(job.prompt, msgspec.structs.replace(job.params, max_tokens=rng.randint(1, NUM_OUTPUT)))
+
+
+def _disturbing(job: Job, jobs: Sequence[Job], rng: random.Random) -> Job:
+    """A request that begins like `job`, up to anywhere, and goes on like another."""
+    other = jobs[rng.randrange(len(jobs))]
+    shared = job.prompt[: rng.randrange(len(job.prompt) + 1)]
+    prompt = [*shared, *other.prompt[: rng.randint(1, len(other.prompt))]]
+    return _cut_short(Job(prompt[: MAX_LEN - NUM_OUTPUT], other.params), rng)
 
 
 def crowded(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:
@@ -307,7 +349,8 @@ def crowded(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Ans
     resets = rng.sample(range(1, NUM_OUTPUT), _NUM_RESETS)
     found = dict(zip(order, run.answers([jobs[index] for index in order], resets=resets), strict=True))
     num_all = run.engine.scheduler.num_preemptions
-    return [found[index] for index in range(len(jobs))], met(num_all, f"preemptions, {_NUM_RESETS} times of all")
+    remark = met(num_all, f"preemptions, {_NUM_RESETS} times of all, ")
+    return [found[index] for index in range(len(jobs))], remark + met(run.num_cut, "in the middle of a chunk")
 
 
 def whatever(run: Run, jobs: Sequence[Job], rng: random.Random) -> tuple[list[Answer], str]:

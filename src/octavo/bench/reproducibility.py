@@ -118,11 +118,13 @@ def make_axes(
     host_bytes: int = HOST_BYTES,
     times: float = 1.0,
     answers: Path = Path(),
+    num_disturbed: int = 0,
 ) -> list[Axis]:
     """All axes of a device but the restart. Axes that share an engine are neighbours.
 
     host_bytes: of host memory from which prompts are loaded.
     times: what a request takes of the cache where layers are of several kinds, as a multiple of what it takes else.
+    num_disturbed: how often at least a request is asked again behind a disturbing one (default: once each).
     answers: a file of prompts with their outputs, by which drafts are right that random weights would never accept.
     state_blocks: that a request of MAX_LEN tokens takes where layers keep states, so that the size of blocks is a power
     of two; 0: none does.
@@ -137,6 +139,7 @@ def make_axes(
     tight, tighter = ({"num_gpu_blocks_override": max(longest, needed // part), **size} for part in (4, 14))
     host = _HOST | {"kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes}}
     from_host = functools.partial(from_elsewhere, num_bytes=host_bytes)
+    behind, caching = functools.partial(behind_another, times=num_disturbed), {"enable_prefix_caching": True}
     odd = Axis("odd kernel block", all_at_once, {"block_size": 144, "attention_config": {"kernel_block_size": 48}})
     axes = [
         Axis("batch size", in_groups),
@@ -146,7 +149,9 @@ def make_axes(
         Axis("siblings", as_siblings),
         Axis("logprobs", with_other_logprobs),
         Axis("chunk size", all_at_once, {"max_num_batched_tokens": rng.randint(64, 256), "max_num_seqs": 32}),
-        Axis("prefix hit", twice, {"enable_prefix_caching": True}),
+        Axis("prefix hit", twice, caching),
+        *([Axis("border hit", at_borders, caching), Axis("A, B, A", behind, caching)] if keeps_states else []),
+        *([Axis("last states", twice, {**caching, "snapshot_interval": 0})] if keeps_states else []),
         Axis("host memory", from_host, {"kv_transfer_config": host}),
         Axis("host memory, alone", from_elsewhere_alone, {"kv_transfer_config": host}),
         Axis("preemption", crowded, tight),
@@ -159,34 +164,26 @@ def make_axes(
         ),
         Axis("kernel block", all_at_once, {"block_size": 64, "attention_config": {"kernel_block_size": 16}}),
         *([] if keeps_states else [odd]),
-        *(_of_states() if keeps_states else []),
+        *(
+            Axis(f"chunks of {size}", all_at_once, {"max_num_batched_tokens": size, "max_num_seqs": min(size, 32)})
+            for size in (_CHUNK_SIZES if keeps_states else ())
+        ),
         Axis("step in flight", all_at_once, {"async_scheduling": device == "cpu"}),
     ]
     if device == "cuda":
         axes.append(Axis("graph or eager", all_at_once, {"enforce_eager": True}))
-    everything = tighter | {"enable_prefix_caching": True, "max_num_batched_tokens": rng.randint(128, 384)}
+    everything = tighter | {**caching, "max_num_batched_tokens": rng.randint(128, 384)}
     return [*axes, Axis("everything", whatever, everything | {"max_num_seqs": 64})]
-
-
-def _of_states() -> list[Axis]:
-    """Where layers keep states: steps that cut their chunks anywhere, and hits at every border."""
-    caching = {"enable_prefix_caching": True}
-    return [
-        Axis("border hit", at_borders, caching),
-        Axis("A, B, A", behind_another, caching),
-        Axis("last states", twice, {**caching, "snapshot_interval": 0}),
-        *(
-            Axis(f"chunks of {size}", all_at_once, {"max_num_batched_tokens": size, "max_num_seqs": min(size, 32)})
-            for size in _CHUNK_SIZES
-        ),
-    ]
 
 
 class Bench:
     """The reference, and every axis beside it."""
 
-    def __init__(self, shape: str | None, settings: dict[str, Any], num_tokens: int, seed: int) -> None:
-        """`shape`: random weights of that shape; None: the model that `settings` name, or the bundled one."""
+    def __init__(self, shape: str | None, settings: dict[str, Any], num_tokens: int, seed: int, times: int = 0) -> None:
+        """`shape`: random weights of that shape; None: the model that `settings` name, or the bundled one.
+
+        times: how often a request is asked again behind a disturbing one, where layers keep states (0: once each).
+        """
         self._shape, self._seed, self._num_tokens = shape, seed, num_tokens
         self._settings = {
             "max_model_len": MAX_LEN,
@@ -196,7 +193,8 @@ class Bench:
             **settings,
         }
         self._jobs: list[Job] = []
-        self.device, self._state_blocks, self._host_bytes, self._times = "", 0, HOST_BYTES, 1.0
+        self.device = ""
+        self._sizes: dict[str, Any] = {"num_disturbed": times}  # of axes, as `make_axes` takes them
 
     @contextlib.contextmanager
     def run(self, **settings: Any) -> Iterator[Run]:
@@ -218,11 +216,11 @@ class Bench:
     def _measure(self, llm: LLM) -> None:
         """What the longest request takes of the cache."""
         plan = llm.engine.memory
-        self._host_bytes = max(HOST_BYTES, _HOST_REQUESTS * bytes_left(plan, MAX_LEN))
+        self._sizes["host_bytes"] = max(HOST_BYTES, _HOST_REQUESTS * bytes_left(plan, MAX_LEN))
         if any(kind.mixer not in ("attention", "none") for kind in llm.engine.arch.layers):
-            self._state_blocks = plan.blocks_per_request
+            self._sizes["state_blocks"] = plan.blocks_per_request
         elif len(plan.groups) > 1:
-            self._times = max(1.0, plan.blocks_per_request * plan.block_size / MAX_LEN)
+            self._sizes["times"] = max(1.0, plan.blocks_per_request * plan.block_size / MAX_LEN)
 
     def reference(self) -> list[Answer]:
         """All requests at once."""
@@ -241,8 +239,7 @@ class Bench:
             answers = Path(folders.enter_context(tempfile.TemporaryDirectory(prefix="octavo-bench-")), "answers")
             whole = [job.prompt + answer.tokens for job, answer in zip(self._jobs, expected, strict=True)]
             answers.write_text(json.dumps(whole))
-            sizes: dict[str, Any] = {"state_blocks": self._state_blocks, "host_bytes": self._host_bytes}
-            for axis in make_axes(self.device, self._jobs, rng, **sizes, times=self._times, answers=answers):
+            for axis in make_axes(self.device, self._jobs, rng, answers=answers, **self._sizes):
                 if chosen and axis.name not in chosen:
                     continue
                 if axis.settings != settings:
@@ -277,9 +274,11 @@ class Bench:
 
 
 def _compare(expected: Sequence[Answer], found: Sequence[Answer]) -> Difference:
+    """Of all answers, which may be several rounds."""
+    assert found and len(found) % len(expected) == 0, "a circumstance answers each request as often as the others"
     difference = Difference()
-    for one, other in zip(expected, found, strict=True):
-        difference.add(one, other)
+    for index, answer in enumerate(found):
+        difference.add(expected[index % len(expected)], answer)
     return difference
 
 
@@ -307,6 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attention-backend")
     parser.add_argument("--kv-cache-memory-bytes", help="as `octavo serve` has it, for several of these on one GPU")
     parser.add_argument("--tokens", type=int, default=20_000, help="output tokens compared per axis, at least")
+    parser.add_argument("--times", type=int, default=0, help="of the axis `A, B, A`, at least (default: each request)")
     parser.add_argument("--seed", type=int, default=0, help="draws the requests and the circumstances")
     parser.add_argument("--axis", action="append", default=[], help="only this one; may be repeated")
     parser.add_argument("--write", metavar="PATH", help="write the answers of the reference, and do no more")
@@ -323,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "kv_cache_memory_bytes",
     )
     settings = {name: options[name] for name in names if options[name] is not None}
-    bench = Bench(options["shape"], settings, options["tokens"], options["seed"])
+    bench = Bench(options["shape"], settings, options["tokens"], options["seed"], options["times"])
     if options["write"]:
         Path(options["write"]).write_bytes(msgspec.msgpack.encode(bench.reference()))
         return 0
