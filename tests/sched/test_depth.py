@@ -23,11 +23,50 @@ def test_a_row_goes_as_deep_as_its_drafts_are_good() -> None:
     for _ in range(20):
         depth.learn(ROWS, np.array([4, 4]), np.array([4, 0]))
     assert depth.of_rows(ROWS, 4, 2).tolist() == [4, 0]
-    tried = sum(depth.of_rows(ROWS, 4, 2)[1] for _ in range(64))
-    assert tried == 2, "one draft in 32 steps"
+    assert tries(depth, ROWS, 254)[1] == [32, 64, 128], "one draft after 32 steps, and then more rarely"
+    depth.learn(ROWS[1:], np.array([1]), np.array([1]))
+    assert depth.of_rows(ROWS, 4, 2).tolist() == [4, 4], "it begins anew"
+
+
+def test_a_batch_in_which_nobody_has_drafts_pauses() -> None:
+    """Nothing is proposed until the rows try again, all in the same step; who enters, or is right, ends the pause."""
+    depth = make()
     for _ in range(20):
-        depth.learn(ROWS[1:], np.array([1]), np.array([1]))
-    assert depth.of_rows(ROWS, 4, 2).tolist() == [4, 4]
+        depth.learn(ROWS, np.array([4, 4]), np.array([0, 0]))
+    assert depth.num_paused(2) == 0
+    assert depth.of_rows(ROWS, 4, 2).tolist() == [0, 0]
+    assert depth.num_paused(2) == 30, "steps 2 to 31"
+    assert [depth.of_next(2) for _ in range(31)] == [0] * 30 + [4]
+    assert depth.of_rows(ROWS, 4, 2).tolist() == [1, 1]
+    depth.of_next(2)
+    assert depth.of_rows(ROWS, 4, 2).tolist() == [0, 0]
+    depth.learn(ROWS, np.array([1, 1]), np.array([0, 1]))
+    assert depth.of_next(2) == 4
+    assert depth.of_rows(ROWS, 4, 2).tolist() == [0, 4]
+    depth.learn(ROWS[1:], np.array([4]), np.array([0]))
+    assert depth.of_rows(ROWS[:1], 4, 1).tolist() == [0]
+    assert not depth.of_next(1)
+    depth.clear(ROWS[1:])
+    assert depth.of_next(2) == 4
+
+
+def test_a_row_that_is_not_asked_is_not_paused() -> None:
+    depth = make()
+    for _ in range(20):
+        depth.learn(ROWS, np.array([4, 4]), np.array([4, 0]))
+    depth.of_next(2)
+    assert depth.of_rows(ROWS[1:], 4, 2).tolist() == [0]
+    assert depth.of_next(2) == 4
+
+
+def tries(depth: Depth, rows: np.ndarray, num_steps: int) -> list[list[int]]:
+    """[rows]: in which of the steps to come each has one draft."""
+    found: list[list[int]] = [[] for _ in rows]
+    for step in range(1, num_steps + 1):
+        if depth.of_next(len(rows)):
+            for number in (depth.of_rows(rows, 4, len(rows)) == 1).nonzero()[0].tolist():
+                found[number].append(step + 1)
+    return found
 
 
 @pytest.mark.parametrize(("num_rows", "most"), [(1, 4), (9, 4), (10, 3), (16, 2), (24, 1), (25, 0), (1000, 0)])

@@ -59,8 +59,10 @@ class Drafting:
         return msgspec.structs.asdict(self.stats)
 
     def repeats(self, num_rows: int) -> int:
-        """Steps to come in which nobody has drafts, if the same rows, so many, run: 0, or many."""
-        return 0 if self.most and (self._unsure or self.depth.of_batch(num_rows)) else 1 << 30
+        """Steps to come in which nobody has drafts, if the same rows, so many, run."""
+        if not self.most:
+            return 1 << 30
+        return 0 if self._unsure else self.depth.num_paused(num_rows)
 
     def is_steady(self, drafts: IntArray) -> bool:
         """Whether the same rows, all of which verify `drafts`, [N], will verify as many in the next step, if they can.
@@ -111,7 +113,7 @@ class Drafting:
 
     def announce(self, num_rows: int) -> int:
         """The most drafts of a row in the next plan, where so many rows run: as many are proposed behind this one."""
-        self._ahead = self.depth.of_batch(num_rows)
+        self._ahead = self.depth.of_next(num_rows)
         return self._ahead
 
     def take_back_rejected(self, plan: StepPlan, result: StepResult, left: Mapping[int, Request]) -> None:

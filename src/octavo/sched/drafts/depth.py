@@ -13,31 +13,46 @@ from octavo.plan import IntArray, StepLimits
 
 # A draft is worth its place if it is accepted as often as that: of one row, and more where tokens cost more.
 _LEAST, _LEAST_OF_MANY = 0.06, 0.6
-_DECAY, _PRIOR_HITS, _PRIOR_TRIES = 0.92, 1.6, 2.0  # of counts per step; what a new row is credited with
-_PROBE = 32  # steps after which a row that has no drafts tries one again
+_DECAY, _PRIOR_HITS, _PRIOR_TRIES = 0.92, 0.8, 1.0  # of counts per step; what a new row is credited with
+_PROBE, _RAREST = 32, 128  # steps after which a row that has no drafts tries one again, at first and at last
 
 
 class Depth:
-    """The most drafts of each row."""
+    """The most drafts of each row.
+
+    Rows that have none try one again in the same steps. Between two of these, where nobody has any, the whole batch
+    pauses: nothing is proposed, so that steps are plain ones.
+    """
 
     def __init__(self, limits: StepLimits, cheap_tokens: int) -> None:
         """`limits`: the worker's. cheap_tokens: of a step, at little cost; 0: as many drafts as may be in every row."""
         self._most, self._cheap = limits.max_num_drafts, cheap_tokens
         self._hits = np.zeros(limits.max_num_rows)
         self._tries = np.zeros(limits.max_num_rows)
-        self._waited = np.zeros(limits.max_num_rows, np.int64)  # steps without drafts
+        self._patience = np.zeros(limits.max_num_rows, np.int64)  # steps from one try to the next
+        self._step, self._resumes = 1, 0  # the step that is planned; until when nobody has drafts
         self.clear(np.arange(limits.max_num_rows))
 
     def clear(self, rows: IntArray | int) -> None:
         """Others run in `rows` from now on."""
-        self._hits[rows], self._tries[rows], self._waited[rows] = _PRIOR_HITS, _PRIOR_TRIES, 0
+        self._hits[rows], self._tries[rows], self._patience[rows] = _PRIOR_HITS, _PRIOR_TRIES, _PROBE
+        self._resumes = 0
 
     def of_batch(self, num_rows: int) -> int:
         """The most drafts of any row in a step of so many rows."""
         return batch_depth(self._most, self._cheap, num_rows)
 
+    def of_next(self, num_rows: int) -> int:
+        """`of_batch` of the next step, 0 while it pauses. Once a plan, behind it."""
+        self._step += 1
+        return 0 if self._step < self._resumes else self.of_batch(num_rows)
+
+    def num_paused(self, num_rows: int) -> int:
+        """How many steps behind the one that is planned have no drafts, if the same rows, so many, run."""
+        return max(self._resumes - self._step - 1, 0) if self.of_batch(num_rows) else 1 << 30
+
     def of_rows(self, rows: IntArray, most: int, num_rows: int) -> IntArray:
-        """[N] drafts of each of `rows`, at most `most`, in a step of `num_rows`. Counts it for those that get none."""
+        """[N] drafts of each of `rows`, at most `most`, in the step that is planned, of `num_rows`."""
         if not self._cheap or not most:
             return np.full(len(rows), most, np.int64)
         rate = np.minimum(self._hits[rows] / self._tries[rows], 0.999)
@@ -46,14 +61,18 @@ class Depth:
         found = np.minimum(np.log(least) / np.log(np.maximum(rate, 1e-6)), most).astype(np.int64)
         waits = found == 0
         if waits.any():
-            own = rows[waits]
-            self._waited[own] += 1
-            again = self._waited[own] >= _PROBE
-            self._waited[own[again]] = 0
-            found[waits] = again
+            again = waits & (self._step % self._patience[rows] == 0)
+            self._patience[rows[again]] = np.minimum(2 * self._patience[rows[again]], _RAREST)
+            found[again] = 1
+            if len(rows) == num_rows and not found.any():
+                self._resumes = (self._step // _PROBE + 1) * _PROBE
         return found
 
     def learn(self, rows: IntArray, drafted: IntArray, accepted: IntArray) -> None:
         """Of each of `rows`, once each, so many drafts were verified and accepted. [N] all; drafted at least 1."""
+        right = rows[accepted > 0]
+        if len(right):
+            self._resumes = 0
+            self.clear(right[self._patience[right] > _PROBE])  # it had given up: what it says now is something else
         self._hits[rows] = self._hits[rows] * _DECAY + accepted
         self._tries[rows] = self._tries[rows] * _DECAY + np.minimum(accepted + 1, drafted)
