@@ -106,6 +106,23 @@ def answers(llm: LLM, count: int, **fields: Any) -> list[Any]:
     return [(one.outputs[0].token_ids, one.outputs[0].cumulative_logprob) for one in found]
 
 
+@pytest.mark.parametrize("name", SPEAKERS)
+def test_rows_that_become_few_accept_what_graphs_have_stored_for_them(name: str) -> None:
+    """Beside many rows nobody has drafts, and graphs of these steps hold what the drafter stores (S.6)."""
+    rates = {}
+    for eager in (False, True):
+        given = {"adaptive_depth": True, **SPEAKERS[name]}
+        with make(given, enforce_eager=eager, max_num_seqs=160, enable_prefix_caching=False) as llm:
+            wanted = [
+                SamplingParams(temperature=0, max_tokens=24 + 64 * (place < 8), ignore_eos=True) for place in range(160)
+            ]
+            llm.generate((prompts(60) * 3)[:160], wanted, use_tqdm=False)
+            stats = llm.engine.scheduler.stats()
+            rates[eager] = stats.num_accepted_tokens / stats.num_draft_tokens
+    assert rates[False] > 0.3, "a drafter that is trained, or the model itself"
+    assert abs(rates[False] - rates[True]) < 0.03, rates
+
+
 @pytest.mark.parametrize("name", ["ngram", *SPEAKERS])
 def test_the_first_requests_compile_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a start that has compiled ahead: prompts, steps that verify, chunks beside them, any number of drafts.

@@ -55,10 +55,10 @@ class Drafter:
         """Whether it reads what the last norm gives, of a model of so many layers."""
         return num_layers in self.taps.layers
 
-    @property
-    def captures(self) -> bool:
-        """Whether a graph of a verification may hold its proposing."""
-        return self._speculator.captures
+    def is_within(self, num_drafts: int) -> bool:
+        """Whether graphs of steps in which each row verifies so many drafts hold its proposing; of 0, its stores."""
+        captures = self._speculator.captures
+        return captures if num_drafts else captures and self._is_ours and len(self._speculator.layer_specs) > 0
 
     def propose(
         self, batch: Batch, sample_of: torch.Tensor, depth: int, seq_lens: IntArray, *, for_capture: bool = False

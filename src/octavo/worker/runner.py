@@ -227,7 +227,8 @@ class Runner:
             key = EAGER
         self._turn ^= 1
         prompt_logprobs: dict[int, list[GroupLogprobs]] = {}
-        proposed = key.is_decode and key.num_drafts > 0 and self._drafter.captures
+        is_within = key.is_decode and is_plain and self._drafter.is_within(key.num_drafts)
+        proposed = is_within and (key.num_drafts > 0 or not plan.depth)
         if key.is_decode:
             output = self._graphs.replay(key, self._arrivals)
             drawn = NOTHING_TOLD if is_plain else self._sample_again(work, output)
@@ -350,25 +351,21 @@ class Runner:
         hidden = self._forward(batch, for_capture=True, warmup_only=warmup_only, gates=gates)
         if not key.is_decode:
             return hidden
+        output = hidden
         if key.num_drafts:
-            self._record_verification(batch, key, hidden)
-            return hidden
-        if not key.gives_logits:
+            rows = self._buffers.logit_rows(batch.total_tokens)
+            drawn = self._sampler.draw(self.model.logits(hidden), rows, batch.positions, ahead=1, ready=True)
+            self._commit_drafts(batch, *drawn)
+        elif key.gives_logits:
+            output = self.model.logits(hidden)
+            self._commit(batch, *self._sampler.draw(output, batch.rows, batch.next_positions))
+        else:
             drawn = self.model.draw(hidden, batch.rows, *self._sampler.tables, batch.next_positions)
             self._commit(batch, *drawn)
-            return hidden
-        logits = self.model.logits(hidden)
-        self._commit(batch, *self._sampler.draw(logits, batch.rows, batch.next_positions))
-        return logits
-
-    def _record_verification(self, batch: Batch, key: GraphKey, hidden: torch.Tensor) -> None:
-        """What follows the hidden states of a step in which all rows verify drafts and only draw."""
-        rows = self._buffers.logit_rows(batch.total_tokens)
-        drawn = self._sampler.draw(self.model.logits(hidden), rows, batch.positions, ahead=1, ready=True)
-        self._commit_drafts(batch, *drawn)
-        if self._drafter.captures:
+        if self._drafter.is_within(key.num_drafts):
             lengths = np.full(batch.num_rows, batch.max_seq_len)
             self._drafter.propose(batch, self._sample_of(batch), key.num_drafts, lengths, for_capture=True)
+        return output
 
     def _batch_of(self, key: GraphKey) -> Batch:
         """The padded batch of the steps that one graph serves."""

@@ -13,7 +13,7 @@ from octavo.plan import IntArray, StepLimits
 
 # A draft is worth its place if it is accepted as often as that: of one row, and more where tokens cost more.
 _LEAST, _LEAST_OF_MANY = 0.06, 0.6
-_DECAY, _PRIOR_HITS, _PRIOR_TRIES = 0.92, 0.8, 1.0  # of counts per step; what a new row is credited with
+_DECAY, _PRIOR_HITS, _PRIOR_TRIES = 0.92, 0.4, 0.5  # of counts per step; what a new row is credited with
 _PROBE, _RAREST = 32, 128  # steps after which a row that has no drafts tries one again, at first and at last
 
 
