@@ -48,10 +48,15 @@ from octavo.ops.flex.mask_rows import Kind, Reach
 from octavo.ops.gemm import cluster_gemm
 from octavo.ops.gemm.gpu import linear, tile_for
 from octavo.ops.sampling import fused_lm_head_sampling
+from octavo.ops.scan import conv_decode
+from octavo.ops.scan.delta import delta_prompts, delta_step
+from octavo.ops.scan.mamba2 import mamba2_advance, mamba2_decode
+from octavo.states import delta_gpu
 
 CUDA = torch.device("cuda")
 BF16, F32 = torch.bfloat16, torch.float32
 BACKWARD = tiles_for(64, BF16)
+_GLOBAL = re.compile(r"__global__ void (?:__launch_bounds__\([^)]*\) )?(\w+)\(")
 OPS = Path(__file__).resolve().parents[2] / "src/octavo/ops"
 
 
@@ -105,21 +110,37 @@ def _states(name: str, sizes: tuple[int, ...]) -> None:
 
 
 def _deltas() -> None:
-    """States whose heads are cut in blocks, such that are streamed, and such that one kernel decodes."""
-    for sizes in ((2, 4, 40, 96), (2, 4, 24, 32), (2, 4, 128, 128)):
+    """States whose heads are cut in blocks, and such that are streamed."""
+    for sizes in ((2, 4, 40, 96), (2, 4, 24, 32)):
         _states("delta", sizes)
 
 
-def _mamba2() -> None:
-    """Heads of a shape that Triton alone serves, and states that another kernel advances."""
-    _states("mamba2", (4, 48, 2, 80))
-    gpu_states_rig.advanced_in_cuda("cuda")
+@contextlib.contextmanager
+def _on_hopper(processors: int) -> Iterator[None]:
+    """Within, kernels of states in CUDA C++ have so few blocks that one has several tasks. Skips other GPUs."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        raise unittest.SkipTest("needs a Hopper GPU")
+    with contextlib.ExitStack() as stack:
+        for kernel in (delta_step, delta_prompts, mamba2_advance, mamba2_decode, conv_decode):
+            stack.enter_context(mock.patch.object(kernel, "processors", lambda device: processors))
+        yield
 
 
-def _rows_in_one_kernel() -> None:
-    """Rows that decode, by the kernels in CUDA C++."""
-    gpu_states_rig.decoded_in_cuda("cuda")
-    gpu_states_rig.convolved_in_cuda("cuda")
+def _deltas_in_cuda() -> None:
+    """Prompts by blocks of one warp group and of two, and rows that decode, however few."""
+    for processors in (132, 3):
+        with _on_hopper(processors), mock.patch.object(delta_gpu, "_FEWEST_STEPS", 1):
+            gpu_states_rig.check_results("cuda", "delta", BF16, (1, 17, 70, 230), 150, (2, 4, 128, 128))
+            gpu_states_rig.check_decoding("cuda", "delta", BF16, (2, 4, 128, 128))
+
+
+def _mamba2_in_cuda() -> None:
+    """Rows that decode, and states behind them; and their convolution."""
+    for processors in (132, 3):
+        with _on_hopper(processors):
+            gpu_states_rig.advanced_in_cuda("cuda")
+            gpu_states_rig.decoded_in_cuda("cuda")
+            gpu_states_rig.convolved_in_cuda("cuda")
 
 
 def _products() -> None:
@@ -309,8 +330,16 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
             "scan.delta.walk_gpu.delta_walk",
         ),
     ),
+    "gated delta rule, in CUDA C++": (
+        _deltas_in_cuda,
+        (
+            "scan.delta.delta_step.delta_step",
+            "scan.delta.delta_prompts.delta_prompts",
+            "scan.delta.delta_prepare.delta_prepare",
+        ),
+    ),
     "Mamba-2": (
-        _mamba2,
+        functools.partial(_states, "mamba2", (4, 48, 2, 80)),
         (
             "scan.mamba2.mamba2_gpu.mamba2_scan",
             "scan.mamba2.mamba2_decode_gpu.mamba2_decode",
@@ -318,7 +347,14 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
             "scan.mamba2.mamba2_advance_gpu.mamba2_advance",
         ),
     ),
-    "rows in one kernel": (_rows_in_one_kernel, ()),
+    "Mamba-2, in CUDA C++": (
+        _mamba2_in_cuda,
+        (
+            "scan.mamba2.mamba2_advance.mamba2_advance",
+            "scan.mamba2.mamba2_decode.mamba2_decode",
+            "scan.conv_decode.conv_decode",
+        ),
+    ),
     "Mamba-1": (functools.partial(_states, "mamba1", (300, 16)), ("scan.mamba1_gpu.mamba1_scan",)),
     "staged writes": (functools.partial(inputs_rig.check_staged_write, "cuda"), ("inputs.staged_write_gpu._write",)),
     "products": (_products, ("gemm.kernels.product",)),
@@ -437,7 +473,7 @@ def cuda_kernels() -> set[str]:
     found: set[str] = set()
     for path in OPS.rglob("*.cu"):
         module = ".".join(path.relative_to(OPS).with_suffix("").parts)
-        found |= {f"{module}.{name}" for name in re.findall(r"__global__.*?(\w+)\($", path.read_text(), re.M)}
+        found |= {f"{module}.{name}" for name in _GLOBAL.findall(path.read_text())}
     return found
 
 

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "states"))
 
+import arrivals_rig
+import emulated
 import race_check
+from interpreted import run_rig
 from race_check import REVIEWED, SRC, Place, judge, place_of
 
 SUMMARY = "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)"
@@ -75,3 +79,21 @@ def test_the_control_is_one_that_waits_and_one_that_does_not() -> None:
         ("hands_over", "true"),
         ("forgets_to_wait", "false"),
     ]
+
+
+def test_lanes_arrive_themselves_and_nothing_else_changes() -> None:
+    text = "if (lane == 0) arrive(a);\nif (lane == 0) put(at, 0), arrive(b), arrive(c);\n"
+    text += "prepare(base + A, 1), prepare(base + B, ROWS + 1), prepare(base + FULL, 1 + 32);"
+    assert race_check.each_arrives(text) == (
+        "arrive(a);\nif (lane == 0) put(at, 0); arrive(b), arrive(c);\n"
+        "prepare(base + A, (1) * 32), prepare(base + B, (ROWS + 1) * 32), prepare(base + FULL, 1 + 32);"
+    )
+    with pytest.raises(ValueError, match="no lane arrives for its warp"):
+        race_check.each_arrives("together();")
+
+
+@pytest.mark.skipif(not emulated.COMPILER, reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", arrivals_rig.INTERPRETED)
+def test_a_kernel_whose_lanes_arrive_themselves_gives_what_it_gave(name: str) -> None:
+    error = run_rig(arrivals_rig)[name]
+    assert not error, error

@@ -148,13 +148,14 @@ def advanced_in_cuda(device: str = "cpu") -> None:
             assert (one - other).abs().max() <= (1e-2 * one.abs().max() if emulates else 0)
 
 
-def decoded_in_cuda(device: str = "cpu") -> None:
+def decoded_in_cuda(device: str = "cpu", shapes: Sequence[tuple[int, int]] = ()) -> None:
     """Rows of Mamba-2 that decode by the kernel in CUDA C++, lanes on a CPU, beside Triton's: in blocks and tasks.
 
     On a CPU they are near each other: Triton's interpreter rounds to bfloat16 towards zero. Gates are alike.
+    shapes: heads and groups.
     """
     emulates = device == "cpu"
-    for heads, groups in ((8, 2), (24, 1), (32, 2)) if emulates else ((128, 8), (24, 1)):
+    for heads, groups in shapes or (((8, 2), (24, 1), (32, 2)) if emulates else ((128, 8), (24, 1))):
         case, found = rig.CASES["mamba2"](torch.bfloat16, heads, 64, groups, 128), []
         drawn = rig.draw_all(case, (129, 65, 64, 3))
         move(case, device)
