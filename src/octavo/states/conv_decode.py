@@ -54,19 +54,21 @@ def _results(
     own: LayerStates, told: Told, conv: ConvOperands, row: tuple[int, int], plain: Plain
 ) -> list[list[Tensor]]:
     """What a row gives by either kernel, and all that is kept of it then. At random."""
-    device, dtype = told.kept[0].device, told.kept[0].dtype
-    generator, example = torch.Generator(device).manual_seed(0), Example(own, told, row, device)
-    kept = [torch.randn(shape, generator=generator, device=device).to(dtype) for shape in example.shapes]
-    x = torch.randn(1, conv.weight.shape[1], generator=generator, device=device).to(dtype)
-    found = []
-    for is_plain in (True, False):
-        out, own_told = torch.zeros_like(x), example.told(kept)
-        if is_plain:
-            plain(example.own, own_told, x, out)
-        else:
-            _copied(example.own, own_told, conv, x, out)
-        found.append([out, *own_told.kept])
-    return found
+    example, dtype = Example(own, told, row, told.kept[0].device), told.kept[0].dtype
+    kept = [example.draw(*shape).to(dtype) for shape in example.shapes]
+    x = example.draw(1, conv.weight.shape[1]).to(dtype)
+
+    def plainly(own: LayerStates, told: Told) -> tuple[Tensor]:
+        out = torch.zeros_like(x)
+        plain(own, told, x, out)
+        return (out,)
+
+    def copied(own: LayerStates, told: Told) -> tuple[Tensor]:
+        out = torch.zeros_like(x)
+        _copied(own, told, conv, x, out)
+        return (out,)
+
+    return example.results(kept, (plainly, copied))
 
 
 def _macros(own: LayerStates, told: Told, conv: ConvOperands) -> dict[str, int | str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from octavo.ops.scan import DeltaOperands
@@ -25,21 +24,15 @@ def results(
     own: LayerStates, told: Told, rule: DeltaOperands, like: Tensor, row: tuple[int, int], runs: Sequence[Run]
 ) -> list[list[Tensor]]:
     """What each run gives of one row, and all that is then kept. like: of the type of what tokens bring."""
-    count = row[1]
-    device, generator = like.device, torch.Generator(like.device).manual_seed(0)
-    example = Example(own, told, row, device)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
-
-    kept = [draw(*shape) for shape in example.shapes]
+    count, example = row[1], Example(own, told, row, like.device)
+    kept = [example.draw(*shape) for shape in example.shapes]
     kept[1] *= rule.key_size**-0.5
     kept[4], kept[5] = -kept[4].abs(), kept[5].sigmoid()
     kept = [each.to(store.dtype) for each, store in zip(kept, told.kept, strict=True)]
     channels = 2 * rule.num_key_heads * rule.key_size + rule.num_heads * rule.value_size
-    given = [draw(count, width).to(like.dtype) for width in (channels, rule.num_heads, rule.num_heads)]
-    found = []
-    for run in runs:
-        own_told = example.told(kept)
-        found.append([run(example.own, own_told, rule, given[0], given[1], given[2]), *own_told.kept])
-    return found
+    qkv, a, b = (example.draw(count, width).to(like.dtype) for width in (channels, rule.num_heads, rule.num_heads))
+
+    def of_example(run: Run) -> Callable[[LayerStates, Told], tuple[Tensor]]:
+        return lambda own, told: (run(own, told, rule, qkv, a, b),)
+
+    return example.results(kept, [of_example(run) for run in runs])

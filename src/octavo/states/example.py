@@ -7,7 +7,7 @@ they read.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from octavo.states.base import LayerStates, StateInputs, StateStep
 from octavo.states.launches import Told
 
 ENDING = 64 + 63, 1  # tokens computed before, and those of the step, which end a chunk
+Run = Callable[[LayerStates, Told], Sequence[Tensor]]  # gives what a kernel returns
 
 
 class Example:
@@ -36,6 +37,19 @@ class Example:
         self.shapes = [(num_states, told.forms[0][0]), *((num_inputs, form[0]) for form in told.forms[1:])]
         self._places = tables[0], tables[0].stride(0), tables[1], tables[1].stride(0)
         self._forms, self._firsts, self._device = told.forms, told.firsts, device
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def draw(self, *shape: int) -> Tensor:
+        """Normal numbers in float32, which follow from what was drawn before."""
+        return torch.randn(shape, generator=self._generator, device=self._device)
+
+    def results(self, kept: Sequence[Tensor], runs: Sequence[Run]) -> list[list[Tensor]]:
+        """What each run gives, and all that is kept then, of what was: `kept`, of `shapes`."""
+        found = []
+        for run in runs:
+            told = self.told(kept)
+            found.append([*run(self.own, told), *told.kept])
+        return found
 
     def told(self, kept: Sequence[Tensor]) -> Told:
         """What kernels are told of a copy of `kept`, of `shapes`, when it is there."""

@@ -7,10 +7,11 @@ no launch waits for the device, so graphs may hold it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from octavo.ops.compile.launch import chained
 from octavo.ops.compile.row_sum import padded_length
@@ -60,37 +61,29 @@ def _chosen(
         return False
     macros, device = _macros(own, told, scan), told.kept[0].device
 
-    def plain(example: LayerStates, kept: Told) -> None:
-        _plain(example, kept, scan, 1, [kept.firsts], shape, warps)
+    def plain(own: LayerStates, told: Told) -> tuple[Tensor, ...]:
+        _plain(own, told, scan, 1, [told.firsts], shape, warps)
+        return ()
 
-    def copied(example: LayerStates, kept: Told) -> None:
-        _copied(example, kept, scan, 1, [kept.firsts])
+    def copied(own: LayerStates, told: Told) -> tuple[Tensor, ...]:
+        _copied(own, told, scan, 1, [told.firsts])
+        return ()
 
     def compare() -> bool:
-        return all(agree(_results(own, told, row, (plain, copied))) for row in (ENDING, _ENDING_FIRST))
+        examples = [Example(own, told, row, device) for row in (ENDING, _ENDING_FIRST)]
+        return all(agree(each.results(kept_of(each, told), (plain, copied))) for each in examples)
 
     return mamba2_advance.is_loaded(macros, device) and agrees(mamba2_advance.__name__, macros, device, compare)
 
 
-def _results(
-    own: LayerStates, told: Told, row: tuple[int, int], runs: tuple[Callable[[LayerStates, Told], None], ...]
-) -> list[list[torch.Tensor]]:
-    """All that is kept of a row behind each run: it has computed so many tokens and decodes one, at random."""
-    device = told.kept[0].device
-    generator, example = torch.Generator(device).manual_seed(0), Example(own, told, row, device)
-    kept = [
-        torch.randn(shape, generator=generator, device=device, dtype=store.dtype)
-        for shape, store in zip(example.shapes, told.kept, strict=True)
-    ]
-    kept[0].view(torch.bfloat16).normal_(generator=generator)  # any two such numbers are halves of one
+def kept_of(example: Example, told: Told) -> list[Tensor]:
+    """What an example would have kept, at random: states that are halves of one, and gates as Mamba-2 has them."""
+    kept = [example.draw(*shape).to(store.dtype) for shape, store in zip(example.shapes, told.kept, strict=True)]
+    halves = kept[0].view(torch.bfloat16)
+    halves.copy_(example.draw(*halves.shape))  # any two such numbers are halves of one
     kept[3].abs_().neg_()
     kept[4].sigmoid_()
-    found = []
-    for run in runs:
-        own_told = example.told(kept)
-        run(example.own, own_told)
-        found.append([*own_told.kept])
-    return found
+    return kept
 
 
 def _macros(own: LayerStates, told: Told, scan: Mamba2Operands) -> dict[str, int | str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from octavo.ops.scan import Mamba2Operands
@@ -17,6 +16,7 @@ from octavo.states.agreement import agrees
 from octavo.states.base import LayerStates
 from octavo.states.example import ENDING, Example, agree
 from octavo.states.launches import Told
+from octavo.states.mamba2_advance import kept_of
 
 # Of the rows that are compared, tokens computed before and those of the step: one whose state is kept, within a chunk,
 # at its end and at its begin; and two of a first chunk.
@@ -64,27 +64,22 @@ def _results(
     own: LayerStates, told: Told, scan: Mamba2Operands, row: tuple[int, int], plain: Plain
 ) -> list[list[Tensor]]:
     """What a row gives by either kernel, and all that is kept of it then. At random."""
-    device = told.kept[0].device
-    generator, example = torch.Generator(device).manual_seed(0), Example(own, told, row, device)
+    example = Example(own, told, row, told.kept[0].device)
+    kept, inner = kept_of(example, told), scan.num_heads * scan.head_size
+    channels = inner + 2 * scan.num_groups * scan.state_size
+    xbc, dt = (example.draw(1, width).to(kept[1].dtype) for width in (channels, scan.num_heads))
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
+    def plainly(own: LayerStates, told: Told) -> tuple[Tensor]:
+        out = xbc.new_zeros(1, inner)
+        plain(own, told, xbc, dt, 1, out)
+        return (out,)
 
-    kept = [draw(*shape).to(store.dtype) for shape, store in zip(example.shapes, told.kept, strict=True)]
-    kept[0].view(torch.bfloat16).normal_(generator=generator)  # any two such numbers are halves of one
-    kept[3].abs_().neg_()
-    kept[4].sigmoid_()
-    channels = scan.num_heads * scan.head_size + 2 * scan.num_groups * scan.state_size
-    given = draw(1, channels).to(kept[1].dtype), draw(1, scan.num_heads).to(kept[1].dtype)
-    found = []
-    for run in (plain, None):
-        out, own_told = given[0].new_zeros(1, scan.num_heads * scan.head_size), example.told(kept)
-        if run is None:
-            _copied(example.own, own_told, scan, given, 1, out)
-        else:
-            run(example.own, own_told, *given, 1, out)
-        found.append([out, *own_told.kept])
-    return found
+    def copied(own: LayerStates, told: Told) -> tuple[Tensor]:
+        out = xbc.new_zeros(1, inner)
+        _copied(own, told, scan, (xbc, dt), 1, out)
+        return (out,)
+
+    return example.results(kept, (plainly, copied))
 
 
 def _copied(
