@@ -103,6 +103,21 @@ def test_H_4_hits_are_as_long_as_those_of_a_model_that_only_attends(held_out_pro
     assert found[0] == found[1] == 448 + 448 + 384 + 320 + 128 + 64
 
 
+def test_H_4_drafts_lose_no_hit(llm: LLM) -> None:
+    """Right ones, wrong ones and none: as many tokens are found as without, in prompts and in what was said."""
+    prompt, found = [*range(100, 140)] * 5, []
+    params = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True, detokenize=False)
+    drafts = {"method": "ngram", "num_speculative_tokens": 4}
+    for own in ({}, {"speculative_config": drafts}, {"speculative_config": {**drafts, "num_speculative_tokens": 1}}):
+        with LLM(MODEL, dtype="float32", **own) as llm:
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            llm.generate([[*prompt, *output.outputs[0].token_ids, 7], prompt[:130]], params, use_tqdm=False)
+            stats = llm.engine.scheduler.stats()
+            found.append(stats.num_prefix_hits)
+            assert (stats.num_draft_tokens > 0) == bool(own)
+    assert found == [found[0]] * 3 and found[0] >= 272 + 128
+
+
 def test_padded_as_for_graphs(held_out_prompts: list[str], alone: list[list[int]]) -> None:
     """Decode steps whole, and steps with prompts up to their hidden states, as a GPU holds both in graphs."""
     with LLM(MODEL, dtype="float32", enable_prefix_caching=False, max_num_seqs=5, max_num_batched_tokens=40) as llm:

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 
 import recurrent_rig as rig
+from eager_graphs import EagerGraphs
 from insides import runner_of
 from octavo import LLM
+from octavo.attention.base import AttentionInputs
+from octavo.attention.cpu import CpuBackend
+from octavo.device.graphs import decode_keys, mixed_keys
 from octavo.ops import native
+from octavo.states.base import StateInputs, StateStep
 from test_recurrent import LENGTHS, Result, engine_of, generate
 
 FIRST = range(len(LENGTHS))
@@ -70,6 +75,31 @@ def test_M5_1_H_1_the_length_of_a_step_of_a_hybrid_is_its_batchs_own(
         generate(llm, FIRST)
     assert len(seen) > 10 and all(bound == longest for bound, longest, _ in seen)
     assert {query for _, _, query in seen} > {1}
+
+
+def test_M5_2_H_1_a_capture_tells_states_the_length_that_it_tells_attention(
+    mixed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest that a graph may serve, of steps that decode and of those with prompts."""
+    with LLM(**{**mixed, "max_num_seqs": 5}, max_num_batched_tokens=40, enable_prefix_caching=False) as llm:
+        runner = runner_of(llm.engine)
+        step, told, prepare, prepare_attention = runner._model_state._step, [], StateStep.prepare, CpuBackend.prepare
+        assert isinstance(step, StateStep)
+
+        def spy(self: StateStep, inputs: StateInputs) -> None:
+            told.append(("states", inputs.max_seq_len))
+            prepare(self, inputs)
+
+        def spy_attention(self: CpuBackend, inputs: AttentionInputs, *, for_capture: bool = False) -> None:
+            told.append(("attention, in a capture" if for_capture else "attention", inputs.max_seq_len))
+            prepare_attention(self, inputs, for_capture=for_capture)
+
+        monkeypatch.setattr(StateStep, "prepare", spy)
+        monkeypatch.setattr(CpuBackend, "prepare", spy_attention)
+        runner._graphs = EagerGraphs(runner, [*decode_keys(5), *mixed_keys(5, 40)])
+        runner.capture()
+        assert {*told} == {("states", 256), ("attention, in a capture", 256)}
+        assert [kind for kind, _ in told].count("states") == 2, "one kind of step after the other"
 
 
 def test_layers_with_states_are_told_where_rows_verify(mixed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

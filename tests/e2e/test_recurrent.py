@@ -267,7 +267,7 @@ def jobs() -> list[tuple[list[int], SamplingParams]]:
 @pytest.mark.parametrize("in_flight", [False, True], ids=["alone", "one in flight"])
 @pytest.mark.parametrize("wrong", [0.0, 0.4, 1.0], ids=["right", "partly right", "wrong"])
 @pytest.mark.parametrize("name", [MAIN, LONG])
-def test_H_8_drafts(
+def test_H_8_H_2_drafts(
     settings: Callable[[str], dict[str, Any]],
     plain: Callable[[str], dict[str, Any]],
     name: str,
@@ -276,7 +276,7 @@ def test_H_8_drafts(
 ) -> None:
     """A rejected draft leaves dead inputs behind, and at most a state that is written again.
 
-    H.2: steps of 50 tokens hold parts of prompts beside rows with drafts, and rows with none.
+    Steps of 50 tokens hold parts of prompts beside rows with drafts, and rows with none.
     """
     oracle, expected = Oracle(), plain(name)
     oracle.answers, oracle.wrong = answers(expected), wrong
@@ -289,6 +289,10 @@ def test_H_8_drafts(
             assert found[key] == facts(expected)[key]
     assert counts.num_drafted > 100
     assert counts.num_accepted > 50 if wrong < 1 else counts.num_accepted < 30
+    kinds = [{*zip(plan.num_tokens.tolist(), plan.num_drafts.tolist(), strict=False)} for plan in counts.plans]
+    mixed = [each for each in kinds if any(drafts for _, drafts in each)]
+    assert any(max(tokens - drafts for tokens, drafts in each) > 1 for each in mixed), "beside a part of a prompt"
+    assert any((1, 0) in each for each in mixed), "beside a row that decodes"
     engine.close()
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from house import ROOT
 
 _NUMBER = r"(?:INV-|(?:B2|L3|F1|K4|M5|C|V|H|E|O|U|P|D|S|T)\.|RL\.[A-Z])G?\d+"
-_NAMED = r"(?<![A-Za-z0-9])((?:(?:INV|B2|L3|F1|K4|M5|C|V|E|O|U|S|T)[_.-]|RL[_.][A-Z])G?\d+)"
+_NAMED = r"(?<![A-Za-z0-9])((?:(?:INV|B2|L3|F1|K4|M5|C|V|H|E|O|U|S|T)[_.-]|RL[_.][A-Z])G?\d+)"
 _LINE = re.compile(rf"^- \*\*({_NUMBER})\*\* \S.*\.$", re.MULTILINE)
 
 
