@@ -103,6 +103,18 @@ def test_H_4_hits_are_as_long_as_those_of_a_model_that_only_attends(held_out_pro
     assert found[0] == found[1] == 448 + 448 + 384 + 320 + 128 + 64
 
 
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_H_4_prompts_that_share_a_beginning_find_all_of_it(block_size: int) -> None:
+    """16 prompts that share 512 of 544 tokens, at once: as many tokens are found as in a model that only attends."""
+    rng = random.Random(3)
+    shared, params = rng.choices(range(4000), k=512), SamplingParams(temperature=0.0, max_tokens=2, detokenize=False)
+    prompts = [shared + rng.choices(range(4000), k=32) for _ in range(16)]
+    for model in (MODEL, "octavo-tiny"):
+        with LLM(model, dtype="float32", block_size=block_size) as llm:
+            llm.generate(prompts, params, use_tqdm=False)
+            assert llm.engine.scheduler.stats().num_prefix_hits == 15 * 512, model
+
+
 def test_H_4_drafts_lose_no_hit(llm: LLM) -> None:
     """Right ones, wrong ones and none: as many tokens are found as without, in prompts and in what was said."""
     prompt, found = [*range(100, 140)] * 5, []
