@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import recurrent_rig as rig
 from eager_graphs import EagerGraphs
@@ -40,7 +41,15 @@ def alone(own: dict[str, Any]) -> Result:
     ids=lambda fields: " ".join(map(str, fields.values())) or "float32",
 )
 def test_H_8_H_5_windows_states_and_quantized_caches(mixed: dict[str, Any], fields: dict[str, Any]) -> None:
+    """K and V of full attention and of windows in 8 bits, where asked, beside states in a type of their own."""
     own = {**mixed, **fields}
+    with LLM(**own) as llm:
+        groups, cached = llm.engine.memory.groups, runner_of(llm.engine)._pool.buffer.dtype
+        assert {group.kind for group in groups} == {"full", "sliding", "state", "inputs"}
+        sums = [each for group in groups if group.kind == "state" for each in group.parts.tensors if each.is_sum]
+        assert {each.dtype for each in sums} == {fields.get("state_dtype", "float32")} and len(sums) >= 3
+        is_quantized = "kv_cache_dtype" in fields
+        assert cached == (torch.float8_e4m3fn if is_quantized else getattr(torch, fields.get("dtype", "float32")))
     expected = alone(own)
     for more in ({"max_num_batched_tokens": 7, "max_num_seqs": 5}, {"max_num_batched_tokens": 100, "block_size": 32}):
         with engine_of(own, **more) as llm:
