@@ -60,13 +60,15 @@ def answers(llm: LLM, prompts: list[Any], temperature: float = 0.9) -> Answers:
     return found
 
 
-@pytest.mark.parametrize("backend", ["paged", "flex"])
+@pytest.mark.parametrize(("backend", "cached"), [("paged", "auto"), ("paged", "fp8"), ("flex", "auto")])
 @pytest.mark.parametrize("model", MODELS)
-def test_H_8_a_request_has_one_set_of_bits_by_each_backend(model: str, backend: str) -> None:
-    """Alone, in a batch whose prompts are cut, and found in the cache."""
-    with made(model, backend, dtype="bfloat16", enable_prefix_caching=False) as llm:
+def test_H_8_H_5_a_request_has_one_set_of_bits_by_each_backend(model: str, backend: str, cached: str) -> None:
+    """Alone, in a batch whose prompts are cut, found in the cache; K and V in 8 bits, too, beside float32 states."""
+    own = {"dtype": "bfloat16", "kv_cache_dtype": cached}
+    with made(model, backend, **own, enable_prefix_caching=False) as llm:
+        assert llm.engine.resolved.state_dtype == "float32"
         expected = [answers(llm, [prompt])[0] for prompt in PROMPTS]
-    with made(model, backend, dtype="bfloat16", max_num_batched_tokens=100) as llm:
+    with made(model, backend, **own, max_num_batched_tokens=100) as llm:
         for _ in range(2):
             assert answers(llm, PROMPTS) == expected
         assert llm.engine.scheduler.kv.stats.hits > 0
