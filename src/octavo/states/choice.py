@@ -12,7 +12,7 @@ from octavo.states.base import StateBackend
 
 
 def state_backend(device: torch.device) -> StateBackend:
-    """Compiled operators on a CPU, Triton's kernels on a GPU."""
+    """Compiled operators on a CPU; kernels of Triton, and in CUDA C++ where those serve, on a GPU."""
     if device.type == "cuda":
         from octavo.states.gpu import GpuStates  # Triton, which a CPU need not have
 
