@@ -47,11 +47,9 @@ def made(model: str, backend: str, **fields: Any) -> Iterator[LLM]:
 def answers(llm: LLM, prompts: list[Any], temperature: float = 0.9) -> Answers:
     """Tokens and their log-probabilities."""
     found = []
-    params = [
-        SamplingParams(temperature=temperature, seed=len(prompt["prompt_token_ids"]), max_tokens=16, ignore_eos=True,
-                       logprobs=0, detokenize=False)
-        for prompt in prompts
-    ]  # fmt: skip
+    shared: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+    seeds = [len(prompt["prompt_token_ids"]) for prompt in prompts]
+    params = [SamplingParams(temperature=temperature, seed=seed, **shared) for seed in seeds]
     for output in llm.generate(prompts, params, use_tqdm=False):
         one = output.outputs[0]
         assert one.logprobs is not None

@@ -8,7 +8,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from kernel_cases import CASES, recorded_launches
+from kernel_cases import CASES
+from kernel_names import recorded_launches
 
 pytestmark = pytest.mark.gpu
 

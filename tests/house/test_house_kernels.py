@@ -7,7 +7,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
 
-from kernel_cases import CASES, launched_kernels
+from kernel_cases import CASES
+from kernel_names import launched_kernels
 
 
 def test_every_launched_kernel_has_a_case() -> None:

@@ -129,7 +129,7 @@ def make_axes(
     state_blocks: that a request of MAX_LEN tokens takes where layers keep states, so that the size of blocks is a power
     of two; 0: none does.
     """
-    keeps_states = state_blocks > 0
+    keeps_states, caching = state_blocks > 0, {"enable_prefix_caching": True}
     longest = int(times * (MAX_LEN // 16)) + 60  # blocks of the longest request, and a few
     needed = int(times * sum(-(-(len(job.prompt) + NUM_OUTPUT) // 16) for job in jobs))
     # as few as give preemptions, and not so few that hardly anybody runs
@@ -139,7 +139,6 @@ def make_axes(
     tight, tighter = ({"num_gpu_blocks_override": max(longest, needed // part), **size} for part in (4, 14))
     host = _HOST | {"kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes}}
     from_host = functools.partial(from_elsewhere, num_bytes=host_bytes)
-    behind, caching = functools.partial(behind_another, times=num_disturbed), {"enable_prefix_caching": True}
     odd = Axis("odd kernel block", all_at_once, {"block_size": 144, "attention_config": {"kernel_block_size": 48}})
     axes = [
         Axis("batch size", in_groups),
@@ -150,8 +149,7 @@ def make_axes(
         Axis("logprobs", with_other_logprobs),
         Axis("chunk size", all_at_once, {"max_num_batched_tokens": rng.randint(64, 256), "max_num_seqs": 32}),
         Axis("prefix hit", twice, caching),
-        *([Axis("border hit", at_borders, caching), Axis("A, B, A", behind, caching)] if keeps_states else []),
-        *([Axis("last states", twice, {**caching, "snapshot_interval": 0})] if keeps_states else []),
+        *(_of_kept_states(caching, num_disturbed) if keeps_states else []),
         Axis("host memory", from_host, {"kv_transfer_config": host}),
         Axis("host memory, alone", from_elsewhere_alone, {"kv_transfer_config": host}),
         Axis("preemption", crowded, tight),
@@ -164,16 +162,30 @@ def make_axes(
         ),
         Axis("kernel block", all_at_once, {"block_size": 64, "attention_config": {"kernel_block_size": 16}}),
         *([] if keeps_states else [odd]),
-        *(
-            Axis(f"chunks of {size}", all_at_once, {"max_num_batched_tokens": size, "max_num_seqs": min(size, 32)})
-            for size in (_CHUNK_SIZES if keeps_states else ())
-        ),
+        *(_of_cut_chunks() if keeps_states else []),
         Axis("step in flight", all_at_once, {"async_scheduling": device == "cpu"}),
     ]
     if device == "cuda":
         axes.append(Axis("graph or eager", all_at_once, {"enforce_eager": True}))
     everything = tighter | {**caching, "max_num_batched_tokens": rng.randint(128, 384)}
     return [*axes, Axis("everything", whatever, everything | {"max_num_seqs": 64})]
+
+
+def _of_kept_states(caching: dict[str, Any], num_disturbed: int) -> list[Axis]:
+    """Where layers keep states: hits at every border, and what others leave."""
+    return [
+        Axis("border hit", at_borders, caching),
+        Axis("A, B, A", functools.partial(behind_another, times=num_disturbed), caching),
+        Axis("last states", twice, {**caching, "snapshot_interval": 0}),
+    ]
+
+
+def _of_cut_chunks() -> list[Axis]:
+    """Where layers keep states: steps that cut their chunks anywhere."""
+    return [
+        Axis(f"chunks of {size}", all_at_once, {"max_num_batched_tokens": size, "max_num_seqs": min(size, 32)})
+        for size in _CHUNK_SIZES
+    ]
 
 
 class Bench:
