@@ -13,48 +13,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers import AutoModelForCausalLM, MuseGlimmerAssistantModel
 from transformers.cache_utils import DFlashCache
 
+from drafter_rig import K, make, random_block_drafter
 from octavo.device.batch import Batch
 from octavo.frontend.engine import Engine
 from octavo.model_state.default import DefaultModelState
 from octavo.plan import NewRow
 from octavo.speculate.step import DraftStep
-from test_drafters import JOBS, K, long_jobs, make
+from test_drafters import JOBS, long_jobs
 from test_drafts import LONG, Counts, facts, params, run
-
-LAYERS = [0, 1, 3]
 
 
 @pytest.fixture(scope="module")
 def assistant(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A drafter of random weights, as transformers writes it."""
-    folder = tmp_path_factory.mktemp("assistant")
-    torch.manual_seed(5)
-    config = MuseGlimmerAssistantConfig(
-        hidden_size=256,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        max_position_embeddings=2048,
-        sliding_window=24,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        block_size=1 + K,
-        mask_token_id=7,
-        target_layer_ids=LAYERS,
-    )
-    model = MuseGlimmerAssistantModel(config).float()
-    for name, weight in model.named_parameters():
-        with torch.no_grad():
-            weight.copy_(torch.randn(weight.shape) * weight.shape[-1] ** -0.5 if weight.ndim > 1 else weight + 0.2)
-        assert weight.dtype == torch.float32, name
-    model.save_pretrained(folder)
-    return folder
+    return random_block_drafter(tmp_path_factory.mktemp("assistant"))
 
 
 def given(folder: Path, **fields: Any) -> dict[str, Any]:
@@ -155,7 +129,7 @@ def test_drafts_are_those_of_transformers_module(assistant: Path, model_folder: 
         ids = torch.tensor([tokens[:length]])
         with torch.no_grad():
             states = target(ids[:, :-1], output_hidden_states=True).hidden_states
-            context = torch.cat([states[layer + 1] for layer in LAYERS], dim=-1)
+            context = torch.cat([states[layer + 1] for layer in drafter.config.target_layer_ids], dim=-1)
             block = torch.cat([ids[:, -1:], torch.full((1, K), 7)], dim=1)
             cache = DFlashCache(config=drafter.config)  # without one its masks are of the block alone
             cache.activate_past_recording()

@@ -7,7 +7,6 @@ drafter's cache: after chunks, prefix hits, preemption, rejected drafts of other
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from drafter_rig import ITSELF, SPEAKERS, K, make, random_head
 from octavo import LLM
 from octavo.checkpoint.config_reader.drafters import method_of
 from octavo.checkpoint.drafters import method_in
 from octavo.checkpoint.hub import find_model
-from octavo.config.engine_config import EngineConfig
 from octavo.device.batch import Batch
 from octavo.frontend.engine import Engine
 from octavo.model_state.default import DefaultModelState
@@ -29,55 +28,6 @@ from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import SamplingParams
 from random_models import DEEPSEEK, GEMMA, settings_of, token_prompts
 from test_drafts import EVERYTHING, LONG, PROMPTS, Counts, Job, facts, params, run
-
-K = 4
-ITSELF = {"method": "draft_model", "model": "octavo-tiny", "draft_noise": 1}
-SPEAKERS: dict[str, dict[str, Any]] = {
-    "eagle3": {"method": "eagle3", "model": "octavo-tiny-eagle3"},
-    "mtp": {"method": "mtp", "model": "octavo-tiny-mtp"},
-    "mtp-greedy": {"method": "mtp", "model": "octavo-tiny-mtp", "draft_sample_method": "greedy"},
-    "draft_model": ITSELF,
-}
-
-
-def make(speculative: dict[str, Any] | None, **fields: Any) -> Engine:
-    given = {} if speculative is None else {"num_speculative_tokens": K, "adaptive_depth": False, **speculative}
-    settings = {"dtype": "float32", "device": "cpu", "kv_cache_memory_bytes": 12 << 20, "speculative_config": given}
-    return Engine(EngineConfig(**{**settings, **fields}))
-
-
-def random_head(folder: Path, hidden: int = 256, vocab: int = 4096) -> Path:
-    """An EAGLE-1 head that knows nothing."""
-    generator = torch.Generator().manual_seed(2)
-    shapes = {
-        "fc.weight": (hidden, 2 * hidden),
-        "fc.bias": (hidden,),
-        "layers.0.self_attn.q_proj.weight": (256, hidden),
-        "layers.0.self_attn.k_proj.weight": (128, hidden),
-        "layers.0.self_attn.v_proj.weight": (128, hidden),
-        "layers.0.self_attn.o_proj.weight": (hidden, 256),
-        "layers.0.post_attention_layernorm.weight": (hidden,),
-        "layers.0.mlp.gate_proj.weight": (64, hidden),
-        "layers.0.mlp.up_proj.weight": (64, hidden),
-        "layers.0.mlp.down_proj.weight": (hidden, 64),
-    }
-    save_file(
-        {name: torch.randn(shape, generator=generator) * shape[-1] ** -0.5 for name, shape in shapes.items()},
-        folder / "model.safetensors",
-    )
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": hidden,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "num_hidden_layers": 1,
-        "vocab_size": vocab,
-        "max_position_embeddings": 2048,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -453,41 +403,6 @@ def test_acceptance_on_held_out_code(name: str, least: float, held_out_prompts: 
     run(engine, jobs)
     stats = engine.scheduler.drafting.stats
     assert 1 + stats.num_accepted_tokens / stats.num_drafts >= least
-    engine.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [*SPEAKERS, "eagle"])
-def test_500_requests(name: str, dtype: str, tmp_path: Path, held_out_prompts: list[str]) -> None:
-    """Up to nine rows at once, as the cache is small; chunks, hits, preemption, steps in flight; greedy and sampled."""
-    rng = random.Random(7)
-    jobs: list[Job] = []
-    for index in range(500):
-        prompt = rng.choice(held_out_prompts)[: rng.randint(20, 300)]
-        sampling = params(
-            temperature=rng.choice([0.0, 0.7, 1.0]),
-            top_p=rng.choice([1.0, 0.9]),
-            max_tokens=rng.randint(1, 90),
-            seed=index,
-            logprobs=rng.choice([None, 0, 2]),
-        )
-        jobs.append((prompt, sampling))
-    given = SPEAKERS[name] if name != "eagle" else {"method": "eagle", "model": str(random_head(tmp_path))}
-    pool: dict[str, Any] = {"max_model_len": 256, "num_gpu_blocks_override": 60, "block_size": 8, "dtype": dtype}
-    reference = make(None, **pool)
-    expected = facts(run(reference, jobs))
-    reference.close()
-    engine = make({**given, "adaptive_depth": True}, **pool, max_num_batched_tokens=160, async_scheduling=True)
-    counts = Counts(engine)
-    found: dict[str, Any] = {}
-    for size in (1, 3, 60, 436):
-        first = len(found)
-        part = facts(run(engine, jobs[first : first + size]))
-        found |= {f"r{first + int(key[1:])}": value for key, value in part.items()}
-    assert found == expected
-    assert engine.scheduler.num_preemptions > 0 and engine.scheduler.kv.stats.hits > 0
-    assert counts.num_drafted > 1000
     engine.close()
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from drafter_rig import SPEAKERS, make
 from octavo.sampling import grammar
 from octavo.sampling.grammar import GrammarMask
 from octavo.sampling.told import Line, ToldTokens
-from test_drafters import SPEAKERS, make
 from test_drafts import PROMPTS, Counts, Job, facts, form, params, run
 
 _NUMBER = {"type": "tag", "begin": "(", "content": {"type": "regex", "pattern": "[0-9]{1,3}"}, "end": ")"}

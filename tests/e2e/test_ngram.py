@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from octavo.frontend.engine import Engine
+from drafter_rig import METHODS, SPEAKERS, make
 from octavo.ops.inputs.tensors import RowTensors
 from octavo.ops.lookup import look_up
 from octavo.request.sampling_params import SamplingParams
-from test_drafters import SPEAKERS, make
 from test_drafts import EVERYTHING, LONG, PROMPTS, Counts, Job, facts, params, run
 
-NGRAM: dict[str, Any] = {"method": "ngram", "prompt_lookup_max": 3}
-SMALL: dict[str, Any] = {"max_model_len": 256, "num_gpu_blocks_override": 60, "block_size": 8}
+NGRAM = METHODS["ngram"](Path())
 
 
 def drafts_of(tokens: list[int], *, longest: int, num_drafts: int, shortest: int = 1) -> list[int]:
@@ -87,58 +84,6 @@ def test_S_2_S_10_every_feature_gives_the_bits_of_no_drafts(dtype: str) -> None:
             assert facts(run(engine, jobs)) == expected
         assert counts.num_accepted > 50
         engine.close()
-
-
-def traffic(count: int, prompts: list[str], seed: int) -> list[Job]:
-    """Requests of any length and kind."""
-    rng = random.Random(seed)
-    jobs: list[Job] = []
-    for index in range(count):
-        prompt = rng.choice(prompts)[: rng.randint(20, 300)]
-        features: dict[str, Any] = rng.choice(
-            [{}, {}, {"frequency_penalty": 0.5}, {"min_tokens": 9}, {"n": 2}, {"bad_words": ["self"]}, {"stop": ["re"]}]
-        )
-        fields = {
-            "temperature": rng.choice([0.0, 0.7, 1.0]),
-            "max_tokens": rng.randint(features.get("min_tokens", 1), 90),
-        }
-        jobs.append((prompt, params(**fields, seed=index, logprobs=rng.choice([None, 0, 2]), **features)))
-    return jobs
-
-
-def same_in_a_small_pool(jobs: list[Job], dtype: str, sizes: list[int], given: dict[str, Any]) -> Engine:
-    """Batches of these sizes, one after the other, give what all of them give at once without drafts."""
-    reference = make(None, **SMALL, dtype=dtype)
-    expected = facts(run(reference, jobs))
-    reference.close()
-    engine = make(given, **SMALL, dtype=dtype, max_num_batched_tokens=160, async_scheduling=True)
-    counts, found = Counts(engine), dict[str, Any]()
-    for size in sizes:
-        first = len(found)
-        part = facts(run(engine, jobs[first : first + size]))
-        found |= {f"r{first + int(key[1:])}": value for key, value in part.items()}
-    assert found == expected
-    assert engine.scheduler.num_preemptions > 0 and engine.scheduler.kv.stats.hits > 0
-    assert counts.num_drafted > 3 * len(jobs) and counts.num_accepted > len(jobs) // 2
-    return engine
-
-
-def test_S_2_traffic_in_a_small_pool(held_out_prompts: list[str]) -> None:
-    """Batches of 1 to 40, chunks, hits, preemption, a step in flight, as deep as drafts are good."""
-    jobs = traffic(60, [*held_out_prompts, LONG], 7)
-    engine = same_in_a_small_pool(jobs, "bfloat16", [1, 4, 40, 15], {**NGRAM, "adaptive_depth": True})
-    stats = engine.scheduler.stats()
-    assert 0 < stats.num_accepted_tokens == sum(stats.accepted_per_position) < stats.num_draft_tokens
-    assert stats.accepted_per_position == sorted(stats.accepted_per_position, reverse=True)
-    engine.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("adapts", [True, False], ids=["adaptive", "fixed"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_500_requests(dtype: str, adapts: bool, held_out_prompts: list[str]) -> None:
-    jobs = traffic(500, [*held_out_prompts, LONG], 11)
-    same_in_a_small_pool(jobs, dtype, [1, 3, 60, 436], {**NGRAM, "adaptive_depth": adapts}).close()
 
 
 def test_S_9_blocks_of_other_drafters_have_other_names(tmp_path: Path) -> None:
