@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from drafter_rig import ITSELF, SPEAKERS, K, make, random_head
+from drafter_rig import ITSELF, METHODS, SPEAKERS, K, make, random_head
 from octavo import LLM
 from octavo.checkpoint.config_reader.drafters import method_of
 from octavo.checkpoint.drafters import method_in
@@ -26,6 +26,7 @@ from octavo.frontend.engine import Engine
 from octavo.model_state.default import DefaultModelState
 from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import SamplingParams
+from octavo.speculate.step import DraftBatches, DraftStep
 from random_models import DEEPSEEK, GEMMA, settings_of, token_prompts
 from test_drafts import EVERYTHING, LONG, PROMPTS, Counts, Job, facts, params, run
 
@@ -226,6 +227,29 @@ def test_S_5_M5_5_M5_6_passes_have_exact_bounds_and_read_no_further(name: str, m
     assert all(longest <= bound <= 64 for longest, bound in bounds)
     assert min(bound for _, bound in bounds) < 40 and max(bound for _, bound in bounds) == 64
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["draft_model", "eagle", "eagle3", "mtp", "mtp of two modules"])
+def test_S_4_M5_4_M5_8_bounds_are_of_the_drafts_that_a_step_asks_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer in a large batch than the settings say; a pass is as long as its own place, and bounds each row."""
+    asked, one = set[int](), DraftBatches._one
+
+    def seen(self: DraftBatches, step: DraftStep, offset: int, tokens: torch.Tensor) -> Any:
+        batch, context = one(self, step, offset, tokens)
+        number = 1 + offset
+        asked.add(step.num_drafts)
+        assert number <= step.num_drafts and batch.max_seq_len == min(step.batch.max_seq_len + number, 96)
+        bounds = torch.from_numpy(step.bounds(number, 96))
+        assert (batch.seq_lens <= bounds).all() and bounds.max() <= batch.max_seq_len
+        return batch, context
+
+    monkeypatch.setattr(DraftBatches, "_one", seen)
+    engine = make(METHODS[name](tmp_path) | {"adaptive_depth": True}, max_model_len=96, max_num_seqs=20)
+    run(engine, [(LONG[: 30 + index], params(max_tokens=10 + index, seed=index)) for index in range(18)])
+    engine.close()
+    assert asked >= {2, 3, 4}
 
 
 def noisy_copy(source: Path, folder: Path) -> Path:

@@ -31,10 +31,10 @@ def step(bounds: list[int], *, totals: list[int] | None = None, sample_of: list[
 @pytest.mark.parametrize(
     ("longest", "num_drafts", "max_model_len", "bound"), [(17, 3, 1024, 20), (17, 3, 18, 18), (17, 1, 1024, 18)]
 )
-def test_M5_4_a_drafters_bound_is_the_steps_and_its_own_drafts(
+def test_S_4_M5_4_a_drafters_bound_is_the_steps_and_its_own_drafts(
     longest: int, num_drafts: int, max_model_len: int, bound: int
 ) -> None:
-    """Of the step's own number of drafts, not of the configured one, and never beyond max_model_len (S.4)."""
+    """Of the step's own number of drafts, not of the configured one, and never beyond max_model_len."""
     assert draft_max_seq_len(longest, num_drafts, max_model_len) == bound
 
 

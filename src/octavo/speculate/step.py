@@ -52,13 +52,6 @@ class DraftStep:
         """[R] int64: the known tokens of each row."""
         return self.table.total_len.index_select(0, self.batch.rows).to(torch.int64)
 
-    def last_accepted(self) -> torch.Tensor:
-        """[R] int64: which of the T tokens is the last one of each row that counts, behind which its drafts go on."""
-        batch = self.batch
-        rejected = batch.seq_lens - self.table.num_computed.index_select(0, batch.rows)
-        last = torch.maximum(batch.query_start[1:] - 1 - rejected, batch.query_start[:-1])
-        return last.clamp(max=batch.total_tokens - 1).to(torch.int64)
-
     def tokens_behind(self, distance: int) -> torch.Tensor:
         """[T] int64: the tokens so many places behind the step's own, known ones or drafts; behind those anything."""
         batch, width = self.batch, self.table.token_ids.shape[1]
@@ -191,7 +184,7 @@ class DraftBatches:
         return self._one(step, offset, self._laid_out(step).tokens[: step.batch.num_rows])[1]
 
     def last_accepted(self, step: DraftStep) -> torch.Tensor:
-        """`DraftStep.last_accepted`, laid out with the passes."""
+        """[R] int64: which of the T tokens is the last one of each row that counts, behind which its drafts go on."""
         return self._laid_out(step).last[: step.batch.num_rows]
 
     def tokens_behind(self, step: DraftStep) -> torch.Tensor:
