@@ -26,7 +26,7 @@ NARROW: dict[str, Any] = {"max_num_batched_tokens": 160, "num_gpu_blocks_overrid
 # a step in which all rows verify has room for chunks of prompts
 WIDE: dict[str, Any] = {"max_num_batched_tokens": 400, "max_num_seqs": ROWS}
 # where all rows find blocks, but not for as long as they get; blocks of a drafter with windows hold one layer's
-SCARCE = dict.fromkeys(METHODS, 720) | {"ngram": 660, "dflash": 3200}
+SCARCE = dict.fromkeys(METHODS, 720) | {"ngram": 600, "dflash": 3200}
 
 
 class Seen(Counts):

@@ -68,9 +68,10 @@ def test_nothing_is_launched_between_a_draw_and_the_pass_that_begins_at_it(
         last=own.last,
         behind=own.behind,
     )
-    for name, value in (("_drafters", [own] * num_modules), ("_batches", batches), ("_sampler", own)):
+    layers = SimpleNamespace(of=lambda context, module: context)
+    given = {"_drafters": [own] * num_modules, "_batches": batches, "_sampler": own, "_layers": layers}
+    for name, value in given.items():
         setattr(speculator, name, value)
-    monkeypatch.setattr(speculator, "_own", lambda context, number: context)
     step = SimpleNamespace(num_drafts=num_drafts, taps=torch.zeros(1, 4), tokens_behind=lambda distance: None)
     speculator.propose(cast(Any, step))
     seen = own.seen

@@ -8,13 +8,12 @@ requests. Invariants: an entry follows from the row's tokens up to it; nothing h
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.attention.base import ForwardContext, LayerContext, forward_context
+from octavo.attention.base import forward_context
 from octavo.cache.specs import LayerSpec
 from octavo.checkpoint.digest import files_digest
 from octavo.checkpoint.drafters import build_block_drafter
@@ -23,6 +22,7 @@ from octavo.checkpoint.loader import fill_model, weight_bytes
 from octavo.config.speculative import SpeculativeConfig
 from octavo.speculate.block_batch import BlockBatches
 from octavo.speculate.draw import DraftSampler
+from octavo.speculate.own_layers import OwnLayers
 
 if TYPE_CHECKING:
     from octavo.config.engine_config import Resolved
@@ -43,8 +43,6 @@ class BlockSpeculator:
         self.num_lookahead = self.num_drafts + 1  # a block begins behind the step's last token, and is as long
         self.taps: Sequence[int] = ()
         self.layer_specs: Sequence[LayerSpec] = ()
-        self._all_layers: Sequence[LayerContext] = ()  # the engine's, and of these its own
-        self._layers: Sequence[LayerContext] = ()
 
     def load(self, target: Model, resolved: Resolved) -> int:
         """Read and fill the drafter. Raises ValueError for one of another target."""
@@ -57,6 +55,7 @@ class BlockSpeculator:
         fill_model(drafter, folder, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed)
         self._vocab_size = target.arch.vocab_size
         self.taps, self.layer_specs = drafter.taps, drafter.layer_specs
+        self._layers = OwnLayers([len(self.layer_specs)])
         return size
 
     def identity(self) -> str:
@@ -71,19 +70,13 @@ class BlockSpeculator:
     def propose(self, step: DraftStep) -> None:
         """See Speculator. Entries are stored whether drafts are asked for or not: later ones read them."""
         drafter = self._drafter
-        with forward_context(self._own(self._batches.again(step))):
+        with forward_context(self._layers.of(self._batches.again(step))):
             drafter.store(step.taps)
         count = self._blocks.most_drafts(step)
         if not count:
             return
         block = self._blocks.of(step, count)
-        with forward_context(self._own(block.context)):
+        with forward_context(self._layers.of(block.context)):
             states = drafter.forward(torch.where(block.masked, drafter.mask_token, block.batch.input_ids))
         logits = drafter.logits(states.index_select(0, block.behind))
         step.write_all(self._sampler.draw_all(step, logits, drafter))
-
-    def _own(self, context: ForwardContext) -> ForwardContext:
-        """A pass of the drafter, whose layers are numbered from 0: the last ones of the engine's."""
-        if context.layers is not self._all_layers:
-            self._all_layers, self._layers = context.layers, context.layers[-len(self.layer_specs) :]
-        return dataclasses.replace(context, layers=self._layers)

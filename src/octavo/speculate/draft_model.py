@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from octavo.attention.base import ForwardContext, LayerContext, forward_context
+from octavo.attention.base import forward_context
 from octavo.cache.specs import AttentionSpec, LayerSpec
 from octavo.checkpoint.config_reader.checkpoint import read_arch
 from octavo.checkpoint.config_reader.fields import read_json
@@ -25,6 +25,7 @@ from octavo.checkpoint.loader import build_model, fill_model, weight_bytes
 from octavo.config.settings import ConfigError
 from octavo.config.speculative import FIELD, SpeculativeConfig
 from octavo.speculate.draw import DraftSampler
+from octavo.speculate.own_layers import OwnLayers
 
 if TYPE_CHECKING:
     from octavo.config.engine_config import Resolved
@@ -43,8 +44,6 @@ class DraftModelSpeculator:
         self._config = config
         self.num_drafts = self.num_lookahead = config.num_speculative_tokens
         self.layer_specs: Sequence[LayerSpec] = ()
-        self._all_layers: Sequence[LayerContext] = ()  # the engine's, and of these its own
-        self._layers: Sequence[LayerContext] = ()
 
     def load(self, target: Model, resolved: Resolved) -> int:
         """Read and fill the drafter, which reaches as far as the target. Raises ValueError for another vocabulary."""
@@ -64,6 +63,7 @@ class DraftModelSpeculator:
         fill_model(self._model, folder, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed)
         self._vocab_size = arch.vocab_size
         self.layer_specs = tuple(self._model.layer_specs)
+        self._layers = OwnLayers([len(self.layer_specs)])
         return size
 
     def identity(self) -> str:
@@ -83,20 +83,14 @@ class DraftModelSpeculator:
     def propose(self, step: DraftStep) -> None:
         """See Speculator."""
         model, batch = self._model, step.batch
-        with forward_context(self._own(self._batches.again(step))):
+        with forward_context(self._layers.of(self._batches.again(step))):
             model.forward(batch.input_ids, batch.positions)
         drafts: torch.Tensor | None = None
         for place in range(step.num_drafts):
             own, context = self._batches.next(step, place, drafts)
-            with forward_context(self._own(context)):
+            with forward_context(self._layers.of(context)):
                 hidden = model.forward(own.input_ids, own.positions)
             drafts = self._sampler.write(step, model.logits(hidden), self, place)
-
-    def _own(self, context: ForwardContext) -> ForwardContext:
-        """A pass of the drafter, whose layers are numbered from 0: the last ones of the engine's."""
-        if context.layers is not self._all_layers:
-            self._all_layers, self._layers = context.layers, context.layers[-len(self.layer_specs) :]
-        return dataclasses.replace(context, layers=self._layers)
 
 
 def _refuse(model: str, reason: str) -> ConfigError:

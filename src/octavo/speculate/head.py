@@ -10,13 +10,12 @@ waits for the device.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from octavo.attention.base import ForwardContext, LayerContext, forward_context
+from octavo.attention.base import forward_context
 from octavo.cache.specs import LayerSpec
 from octavo.checkpoint.digest import files_digest
 from octavo.checkpoint.drafters import build_drafters, read_drafter
@@ -24,6 +23,7 @@ from octavo.checkpoint.hub import find_model
 from octavo.checkpoint.loader import fill_model, weight_bytes
 from octavo.config.speculative import SpeculativeConfig
 from octavo.speculate.draw import DraftSampler
+from octavo.speculate.own_layers import OwnLayers
 
 if TYPE_CHECKING:
     from octavo.config.engine_config import Resolved
@@ -45,8 +45,6 @@ class HeadSpeculator:
         self.taps: Sequence[int] = ()
         self.layer_specs: Sequence[LayerSpec] = ()
         self._drafters: list[DraftHead] = []
-        self._all_layers: Sequence[LayerContext] = ()  # the engine's, and of these each module's own
-        self._layers: list[Sequence[LayerContext]] = []
 
     def load(self, target: Model, resolved: Resolved) -> int:
         """Read and fill the drafter. Modules of multi-token prediction may lie in the target's own checkpoint."""
@@ -62,6 +60,7 @@ class HeadSpeculator:
         self._vocab_size = target.arch.vocab_size
         self.taps = tuple(self._drafters[0].taps) or (target.arch.num_layers,)
         self.layer_specs = [spec for drafter in self._drafters for spec in drafter.layer_specs]
+        self._layers = OwnLayers([len(drafter.layer_specs) for drafter in self._drafters])
         return size
 
     def identity(self) -> str:
@@ -75,33 +74,24 @@ class HeadSpeculator:
 
     def propose(self, step: DraftStep) -> None:
         """See Speculator. Entries are stored whether drafts are asked for or not: later ones read them."""
-        batches, last = self._batches, self._batches.last_accepted(step)
+        batches, layers, last = self._batches, self._layers, self._batches.last_accepted(step)
         *before, drafter = self._drafters
         number, tokens = len(before), batches.tokens_behind(step)
         states = self._drafters[0].begin(step.taps)
         for place, module in enumerate(before):
-            with forward_context(self._own(batches.again(step), place)):
+            with forward_context(layers.of(batches.again(step), place)):
                 states = module.forward(tokens, states)
             if place < step.num_drafts:
                 module.draw(states.index_select(0, last), self._sampler.rows(step, place))
             tokens = step.tokens_behind(2 + place)  # of which that draft may be one
-        with forward_context(self._own(batches.store(step), number)):
+        with forward_context(layers.of(batches.store(step), number)):
             drafter.store(tokens, states)
         for place in range(number, step.num_drafts):
             first = place == number
             if first:
                 context = batches.last(step)
-            with forward_context(self._own(context, number)):
+            with forward_context(layers.of(context, number)):
                 states = drafter.forward(tokens, states, last if first else None, behind_draw=not first)
             if place + 1 < step.num_drafts:  # ahead of the draw: nothing is launched between that and the next pass
                 context = batches.behind(step, place - number)
             tokens = drafter.draw(states, self._sampler.rows(step, place))
-
-    def _own(self, context: ForwardContext, number: int) -> ForwardContext:
-        """A pass of module `number`, whose layers are numbered from 0."""
-        if context.layers is not self._all_layers:
-            first, self._all_layers, self._layers = len(context.layers) - len(self.layer_specs), context.layers, []
-            for drafter in self._drafters:
-                self._layers.append(context.layers[first : first + len(drafter.layer_specs)])
-                first += len(drafter.layer_specs)
-        return dataclasses.replace(context, layers=self._layers[number])
