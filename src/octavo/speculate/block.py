@@ -79,4 +79,4 @@ class BlockSpeculator:
         with forward_context(self._layers.of(block.context)):
             states = drafter.forward(torch.where(block.masked, drafter.mask_token, block.batch.input_ids))
         logits = drafter.logits(states.index_select(0, block.behind))
-        step.write_all(self._sampler.draw_all(step, logits, drafter))
+        step.write_all(self._sampler.draw_all(step, logits))

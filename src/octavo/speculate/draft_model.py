@@ -75,11 +75,6 @@ class DraftModelSpeculator:
         self._batches = batches
         self._sampler = DraftSampler(self._config, batches, self._vocab_size)
 
-    @property
-    def target_ids(self) -> torch.Tensor | None:
-        """The vocabulary is the target's."""
-        return None
-
     def propose(self, step: DraftStep) -> None:
         """See Speculator."""
         model, batch = self._model, step.batch
@@ -90,7 +85,7 @@ class DraftModelSpeculator:
             own, context = self._batches.next(step, place, drafts)
             with forward_context(self._layers.of(context)):
                 hidden = model.forward(own.input_ids, own.positions)
-            drafts = self._sampler.write(step, model.logits(hidden), self, place)
+            drafts = self._sampler.write(step, model.logits(hidden), place)
 
 
 def _refuse(model: str, reason: str) -> ConfigError:

@@ -9,7 +9,7 @@ at a lower temperature: nearer to its likeliest token. A row of temperature 0 ta
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,14 +20,6 @@ from octavo.ops.sampling.drafts import draw_drafts
 
 if TYPE_CHECKING:
     from octavo.speculate.step import DraftBatches, DraftStep
-
-
-class Vocabulary(Protocol):
-    """Which tokens a drafter's logits are of."""
-
-    @property
-    def target_ids(self) -> torch.Tensor | None:
-        """The target's ids of all places among the logits, int64; None: the places themselves."""
 
 
 class DraftSampler:
@@ -52,20 +44,19 @@ class DraftSampler:
             vocab_size=self._vocab_size,
         )
 
-    def write(self, step: DraftStep, logits: torch.Tensor, vocabulary: Vocabulary, place: int) -> torch.Tensor:
+    def write(
+        self, step: DraftStep, logits: torch.Tensor, place: int, target_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Drafts number `place` of the rows [R] int64, ids of the target, written.
 
-        logits: [R, any] float32.
+        logits: [R, any] float32; target_ids: [any] int64, the target's id of each place; None: the places themselves.
         """
-        return draw_drafts(logits, vocabulary.target_ids, self.rows(step, place))
+        return draw_drafts(logits, target_ids, self.rows(step, place))
 
-    def draw_all(self, step: DraftStep, logits: torch.Tensor, vocabulary: Vocabulary) -> torch.Tensor:
-        """All drafts of the rows [R, N] int64 at once. logits: [R * N, any] float32, row by row."""
-        rows, count, ids = step.batch.rows, len(logits) // step.batch.num_rows, vocabulary.target_ids
+    def draw_all(self, step: DraftStep, logits: torch.Tensor) -> torch.Tensor:
+        """All drafts of the rows [R, N] int64 at once, not written. logits: [R * N, V] float32, row by row."""
+        rows, count = step.batch.rows, len(logits) // step.batch.num_rows
         positions = step.totals()[:, None] + torch.arange(count, device=rows.device)
-        if ids is not None:  # noise is of the target's ids
-            every = logits.new_full((len(logits), self._vocab_size), -torch.inf)
-            logits = every.index_copy_(1, ids, logits)
         tables = self._temperatures * self._noise, self._seeds
         tokens, _ = draw(logits.contiguous(), rows.repeat_interleave(count), *tables, positions.view(-1))
         return tokens.view(-1, count)

@@ -159,7 +159,7 @@ class DraftBatches:
         return self.prepare(batch, for_capture=step.for_capture, attends=False)
 
     def last(self, step: DraftStep) -> ForwardContext:
-        """For a pass over the last token of each row that counts, whose entry `again` stored: no slot is written."""
+        """For a pass over the last token of each row that counts, whose entry is stored: no slot is written."""
         return self._one(step, -1, self._laid_out(step).tokens[: step.batch.num_rows])[1]
 
     def next(self, step: DraftStep, offset: int, tokens: torch.Tensor | None = None) -> tuple[Batch, ForwardContext]:

@@ -51,7 +51,3 @@ class DraftHead(Loadable, Protocol):
 
     def draw(self, states: torch.Tensor, of: DraftRows) -> torch.Tensor:
         """Drafts of rows [R] int64, ids of the target, by the `logits` of [R, size] of `forward`; they are written."""
-
-    @property
-    def target_ids(self) -> torch.Tensor | None:
-        """The target's ids of all places in the vocabulary of the drafts, int64; None: the places themselves."""

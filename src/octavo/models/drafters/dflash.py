@@ -88,8 +88,3 @@ class BlockDrafter(Layer):
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """By the target's head."""
         return self.head.forward(states)
-
-    @property
-    def target_ids(self) -> torch.Tensor | None:
-        """The target's own."""
-        return None

@@ -110,8 +110,3 @@ class EagleHead(Layer):
     def draw(self, states: torch.Tensor, of: DraftRows) -> torch.Tensor:
         """By their logits."""
         return draw_drafts(self.logits(states), None, of)
-
-    @property
-    def target_ids(self) -> torch.Tensor | None:
-        """The target's own."""
-        return None

@@ -117,11 +117,6 @@ class MtpModule(Layer):
         """By their logits."""
         return draw_drafts(self.logits(states), None, of)
 
-    @property
-    def target_ids(self) -> torch.Tensor | None:
-        """The target's own."""
-        return None
-
 
 def _weight_map(draft: DraftArch, alone: CausalLM, number: int) -> WeightMap:
     """Of one module: the family's names, of a layer that has another place."""
