@@ -361,6 +361,21 @@ def _sees(b: Any, h: Any, q: Any, kv: Any) -> Any:
     return torch.tensor([True] * 8)[(_KINDS[b, kv] * 3) % 11]
 
 
+def _by_place(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score + 0.5 * ((3 * q + kv) % 7)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.4])
+def test_S_11_mods_see_drafts_at_their_true_positions(wrong: float) -> None:
+    """A score that follows from both places: one off by a place would be another score."""
+    fields = {"attention_backend": "reference", "max_model_len": 96, "async_scheduling": True}
+    fields["attention_mods"] = AttentionMods(score_mod=_by_place, name="by_place")
+    jobs: list[Job] = [(LONG[: 20 + 9 * index], params(max_tokens=20, logprobs=1, seed=index)) for index in range(4)]
+    counts, engine = check_against(fields, jobs, wrong=wrong)
+    assert counts.num_accepted > 20 and (counts.num_accepted < counts.num_drafted) >= (wrong > 0)
+    engine.close()
+
+
 @pytest.mark.parametrize("in_flight", [False, True], ids=["alone", "one in flight"])
 def test_S_11_a_mod_that_fails_behind_the_end_fails_nobody(in_flight: bool) -> None:
     """Drafts may reach a place at which a mod fails; a request fails there once it is there, with what it said."""

@@ -59,9 +59,17 @@ def traffic(count: int, prompts: list[str], seed: int, shortest: int = 1, longes
     for index in range(count):
         prompt = rng.choice(prompts)[: rng.randint(20, 300)]
         features: dict[str, Any] = rng.choice(
-            [{}, {}, {"frequency_penalty": 0.5}, {"min_tokens": 9}, {"n": 2}, {"bad_words": ["self"]}, {"stop": ["re"]},
-             {"top_p": 0.9}]
-        )  # fmt: skip
+            [
+                {},
+                {},
+                {"frequency_penalty": 0.5},
+                {"min_tokens": 9},
+                {"n": 2},
+                {"bad_words": ["self"]},
+                {"stop": ["re"]},
+                {"top_p": 0.9},
+            ]
+        )
         fields = {
             "temperature": rng.choice([0.0, 0.7, 1.0]),
             "max_tokens": rng.randint(max(features.get("min_tokens", 1), shortest), longest),
