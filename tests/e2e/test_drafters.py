@@ -249,7 +249,7 @@ def test_S_4_M5_4_M5_8_bounds_are_of_the_drafts_that_a_step_asks_for(
     engine = make(METHODS[name](tmp_path) | {"adaptive_depth": True}, max_model_len=96, max_num_seqs=20)
     run(engine, [(LONG[: 30 + index], params(max_tokens=10 + index, seed=index)) for index in range(18)])
     engine.close()
-    assert asked >= {2, 3, 4}
+    assert min(asked) < K and (max(asked) == K or name == "eagle"), "who knows nothing is soon asked for none"
 
 
 def noisy_copy(source: Path, folder: Path) -> Path:
