@@ -59,7 +59,7 @@ def compare(
         for name, work in works.items():
             plain[name] = _measure(llm, work, num_rounds)
             if profile:
-                _profile(llm, work, f"of {name} without drafts")
+                _profile(llm, work, f"without drafts, {name}")
     with tempfile.TemporaryDirectory(prefix="octavo-bench-") as folder:
         answers = Path(folder, "answers.json")
         answers.write_text(json.dumps(_answers(works, plain)))
@@ -69,7 +69,7 @@ def compare(
                 if drafted.tokens != plain[name].tokens:
                     raise RuntimeError(f"tokens of {name} with drafts differ from those without")
                 if profile:
-                    _profile(llm, work, f"of {name} with drafts")
+                    _profile(llm, work, f"with drafts, {name}")
                 yield name, _row(sum(work.num_outputs), plain[name], drafted)
 
 
