@@ -149,6 +149,9 @@ static void copy_bytes(u32 to, u64 from, u32 bytes, u32 width) {
 }
 static void copy16(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 16); }
 static void copy4(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 4); }
+static void fetch_ahead(u64 from, u32 bytes) {
+    if (from % 16 || bytes % 16) fprintf(stderr, "%u bytes ahead from %llx\n", bytes, from), abort();
+}
 static void commit() {
     lanes[current].groups.push_back(lanes[current].open);
     lanes[current].open.clear();

@@ -19,6 +19,9 @@ __device__ inline void copy16(u32 to, u64 from, u32 bytes) {
 __device__ inline void copy4(u32 to, u64 from, u32 bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
 }
+__device__ inline void fetch_ahead(u64 from, u32 bytes) {  // into the L2
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
+}
 __device__ inline void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ inline void arrived() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
 __device__ inline void together() { asm volatile("bar.sync 0;" ::: "memory"); }

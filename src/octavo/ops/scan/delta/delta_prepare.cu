@@ -10,11 +10,17 @@
 
 #define THREADS 256
 #define WARPS 8
+#if COMPACT
+#define PITCH 256
+#define QUERIES (CHUNK * PITCH)
+#define TRIANGLES (2 * CHUNK * PITCH)
+#else
 #define PITCH 272
 #define QUERIES (CHUNK * PITCH)
 #define ROOMS (2 * CHUNK * PITCH)  // of a warp that makes M: 16 lines, to be written whole; factors take the queries' place
 #define ROOM_PITCH 144
 #define TRIANGLES (ROOMS + WARPS / 2 * 16 * ROOM_PITCH)
+#endif
 #define SUMS (TRIANGLES + PER * 4 * 1024)
 #define RATES (SUMS + PER * CHUNK * 4)
 
@@ -110,7 +116,11 @@ __device__ inline void norm(const Told& told, const Part& part, Given& given, u3
     if (lane < 16) factor = times(factor, told.scale);
     i64 goal = (part.fresh(part.begin + warp) * KEY_HEADS + part.key_head) * SIZE + lane % 16 * 8;
     u64 first = (u64)((lane < 16 ? told.query : told.key) + goal);
+#if COMPACT
+    u32 to = base + (lane < 16 ? QUERIES : 0) + warp * PITCH + (lane % 16 ^ warp) * 16;
+#else
     u32 to = base + (lane < 16 ? QUERIES : 0) + warp * PITCH + lane % 16 * 16;
+#endif
 #pragma unroll
     for (int i = 0; i < CHUNK / WARPS; ++i) {
         float own = number(from_lane(bits_of(factor), lane / 16 * 16 + 2 * i));
@@ -118,7 +128,7 @@ __device__ inline void norm(const Told& told, const Part& part, Given& given, u3
             given[i] = scaled(given[i], own);
             write(first + i * WARPS * KEY_HEADS * SIZE * 2, given[i]);
         }
-        put4(to + i * WARPS * PITCH, given[i]);
+        put4((COMPACT ? to ^ i % 2 * 32 : to) + i * WARPS * PITCH, given[i]);
     }
 }
 
@@ -184,6 +194,7 @@ __device__ inline void invert(u32 triangle, float* goal) {
     }
 }
 
+#if !COMPACT
 // Of 16 tokens and each head the factors of o, or M, and what T is made of: all that comes of products `alike`.
 template <bool IS_FACTOR>
 __device__ inline void scale(const Told& told, const Part& part, u32 base, int block, const float (&alike)[8][4], u32 lane) {
@@ -243,6 +254,104 @@ __device__ inline void scale(const Told& told, const Part& part, u32 base, int b
     }
 }
 
+#else
+// Of 16 tokens, beside 16 that are not behind them, the products of keys or of queries with keys: a lane has four
+// neighbouring columns of two lines, for which column n of product j is token 4 (n / 2) + 2 j + n % 2. Parts of 16 bytes
+// lie by exclusive or: neither of lines that follow one another nor of such columns do two meet in a bank.
+__device__ inline void compare(float (&alike)[2][4], u32 own, u32 key) {
+#pragma unroll
+    for (int step = 0; step < 8; ++step) {
+        Four line = square(own ^ step * 32), column = square(key ^ step * 32);
+        multiply(alike[0], line, Two{{column.x[0], column.x[1]}});
+        multiply(alike[1], line, Two{{column.x[2], column.x[3]}});
+    }
+}
+
+// Of a head the factors of o or M, and what T is made of: of 16 tokens by 16, all that comes of their products. own, rate:
+// of a lane's two lines; of factors rates are 1.
+__device__ inline void scale(const float (&alike)[2][4], const float (&own)[2], const float (&rate)[2], const Four& then,
+                             int ahead, int last, u32 triangle, u64 goal, u32 lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        int row = lane / 4 + half * 8;
+        float scaled[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float left = times(rate[half], exponential(less(own[half], number(then.x[i]))));
+            scaled[i] = times(left, alike[i / 2][half * 2 + i % 2]);
+            if (row < (int)(lane % 4 * 4) + i + ahead || row >= last) scaled[i] = 0.0f;
+        }
+        if (triangle) put4(triangle + row * 64 + lane % 4 * 16, Four{{bits_of(scaled[0]), bits_of(scaled[1]), bits_of(scaled[2]), bits_of(scaled[3])}});
+        else write2(goal + half * 8 * CHUNK * 2, Two{{pack(scaled[0], scaled[1]), pack(scaled[2], scaled[3])}});
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(const __grid_constant__ Told told) {
+    constexpr Form totals{TOTAL_FORM};
+    extern __shared__ __align__(128) unsigned char memory[];
+    u32 base = (u32)__cvta_generic_to_shared(memory), lane = thread() % 32, warp = from_lane(thread() / 32, 0);
+    Part part = part_of(told);
+    wait_for_before();
+    let_next_begin();
+    if (part.begin >= part.end || part.computed < 0 || part.computed >= part.end) return;
+    bool keeps = part.begin >= (part.end - 1) / CHUNK * CHUNK - CHUNK;  // chunks before are kept by no table
+    {
+        Given given;
+        ask(told, part, given, warp, lane);
+        gate(told, part, base, keeps);
+        norm(told, part, given, base, warp, lane);
+    }
+    together();
+    if (thread() < PER) sum_up(part, base + SUMS + thread() * CHUNK * 4);
+    warp_together();
+    bool is_factor = warp >= 4;
+    int block = is_factor ? 7 - warp : warp, first = block * 16;  // of 16 tokens, and its first one within the chunk
+    bool is_made = part.begin + first >= part.computed / 16 * 16 && part.begin + first < part.end;
+    int last = min(part.end - part.begin - first, 16);  // tokens that there are
+    u32 line = lane % 16, own_at = base + is_factor * QUERIES + (first + line) * PITCH + (lane / 16 ^ line % 8 ^ line / 8 * 2) * 16;
+    line = lane % 8 / 2 * 4 + lane / 16 * 2 + lane % 2;
+    u32 key_at = base + line * PITCH + (lane / 8 % 2 ^ line % 8 ^ line / 8 * 2) * 16;
+    i64 made = ((i64)(part.first_block + block) * HEADS + part.key_head * PER) * 16;
+    u64 goal = (u64)((is_factor ? told.factor : told.before) + (made + lane / 4) * CHUNK + lane % 4 * 4);
+    u32 sums = base + SUMS + lane % 4 * 16, own_sum = base + SUMS + (first + lane / 4) * 4;
+#pragma unroll 1
+    for (int other = 0; other <= block; ++other, key_at += 16 * PITCH, sums += 64, goal += 32) {
+        float alike[2][4] = {};
+        compare(alike, own_at, key_at);
+        if (other == 0) {
+            together();  // sums are there
+            if (thread() < PER * CHUNK && part.is_new(part.begin + thread() % CHUNK)) {
+                int at = part.begin + thread() % CHUNK, head = part.key_head * PER + thread() / CHUNK, held;
+                float sum = number(get(base + SUMS + thread() * 4));
+                told.total[part.fresh(at) * HEADS + head] = sum;
+                u64 goal = keeps ? kept_at(told, part, at, totals, held) : 0;
+                if (keeps && held > 0) told.total_kept[goal + head] = sum;
+            }
+            if (!is_made) return;
+            warp_together();
+        }
+        int ahead = other < block ? -16 : !is_factor;  // columns that count as zeros begin so far behind the line
+        bool is_triangle = other == block && !is_factor;
+#pragma unroll 1
+        for (int head = 0; head < PER; ++head) {
+            float own[2], rate[2] = {1.0f, 1.0f};
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                own[half] = number(get(own_sum + head * CHUNK * 4 + half * 32));
+                if (!is_factor) rate[half] = number(get(own_sum + RATES - SUMS + head * CHUNK * 4 + half * 32));
+            }
+            u32 triangle = is_triangle ? base + TRIANGLES + (head * 4 + block) * 1024 : 0;
+            scale(alike, own, rate, get4(sums + head * CHUNK * 4), ahead, last, triangle, goal + head * 16 * CHUNK * 2, lane);
+        }
+    }
+    if (is_factor) return;
+    warp_together();
+    for (int head = lane / 16; head < PER; head += 2)
+        invert(base + TRIANGLES + (head * 4 + block) * 1024, told.inverse + (made + head * 16) * 16);
+}
+#endif
+
+#if !COMPACT
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(const __grid_constant__ Told told) {
     wait_for_before();
     let_next_begin();
@@ -290,3 +399,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
     for (int head = lane / 16; head < PER; head += 2)
         invert(base + TRIANGLES + (head * 4 + block) * 1024, told.inverse + made + head * 256);
 }
+#endif

@@ -137,8 +137,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
     if (warp == WARPS) {
         find(told, task, base + PLACES_AT, lane);
         together();
+        Row row = row_of(told, task);
+#if AHEAD
+        bring_kept(told, row, task, base + BROUGHT_AT, lane);
+#endif
+#if FETCH
+        fetch_first(base + PLACES_AT, task, lane);
+#endif
         wait_for_before();
-        bring(told, task, base + BROUGHT_AT, lane);
+#if !AHEAD
+        bring_kept(told, row, task, base + BROUGHT_AT, lane);
+#endif
+        bring_own(told, row, task, base + BROUGHT_AT, lane);
         for (int round = 0; task < tasks; ++round, task += by) {
             together();
             int here = (int)(get(base + PLACES_AT + round % 2 * PLACES_BYTES + LAST) % 16);
@@ -147,7 +157,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
             for (int head = lane / 16; head < PER; head += 2) invert(head, made, here, lane);
             warp_together();
             tell_some(2, THREADS);
-            bring(told, task + by, base + BROUGHT_AT + (round + 1) % 2 * BROUGHT_BYTES, lane);
+            row = row_of(told, task + by);
+            bring_kept(told, row, task + by, base + BROUGHT_AT + (round + 1) % 2 * BROUGHT_BYTES, lane);
+            bring_own(told, row, task + by, base + BROUGHT_AT + (round + 1) % 2 * BROUGHT_BYTES, lane);
             warp_together();
         }
         return;
