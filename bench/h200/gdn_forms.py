@@ -30,7 +30,12 @@ STEPS = {
     "kept, states, updates, 4": (1, 2, 4),
     "kept, states, updates, 3": (1, 2, 3),
 }
-PREPARES = {"as it was": (0, 4), "compact, 4 blocks": (1, 4), "compact, 5 blocks": (1, 5)}
+PREPARES = {
+    "as it was": (0, 4, 0),
+    "compact, 4 blocks": (1, 4, 0),
+    "compact, 5 blocks": (1, 5, 0),
+    "compact, 5 blocks, products early": (1, 5, 3),
+}
 NEVER = "0x12345678"
 PARTS = {
     "M, f not written": [("else write2(goal + half", f"else if (bits_of(scaled[0]) == {NEVER}) write2(goal + half")],
@@ -79,9 +84,10 @@ def stepping(name):
 
 @contextlib.contextmanager
 def preparing(name):
-    compact, resident = PREPARES[name]
+    compact, resident, early = PREPARES[name]
     with (
         mock.patch.object(delta_prepare, "COMPACT", compact),
+        mock.patch.object(delta_prompts, "EARLY", early),
         mock.patch.dict(delta_prepare.RESIDENT, {2: resident}),
         delta.copying(delta_prompts, delta_prepare),
         mock.patch.object(delta_gpu, "_agrees", lambda *_: True),
@@ -139,8 +145,8 @@ def compile_all():
     for pairs in (*PARTS.values(), STAMPED) if "parts" in sys.argv else ():
         with preparing("compact, 4 blocks"):
             asked.append((changed(pairs).source, delta_prepare.macros(*shape)))
-    for groups in delta_prompts.GROUPS:
-        asked.append((loading.KERNELS["delta_prompts"].source, {**delta_prompts.macros(*shape), "GROUPS": groups}))
+    for groups, early in ((1, 0), (2, 0), (1, 3), (2, 3)):
+        asked.append((loading.KERNELS["delta_prompts"].source, {**delta_prompts.macros(*shape), "GROUPS": groups, "EARLY": early}))
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda each: nvrtc.machine_code(*each, "sm_90a"), asked))
     print(f"[{time.time() - BEGAN:.0f}s] compiled {len(asked)}", flush=True)

@@ -341,6 +341,7 @@ static void multiply(float (&sum)[4], const Four& a, const Two& b) {
 }
 template <int N> static void hold(float (&)[N][4]) {}
 static void hold(int&) {}
+static void hold_one(Four&) {}
 template <int N> static void hold(Four (&)[N]) {}
 template <int COUNT> static void take_registers() {}
 template <int COUNT> static void give_registers() {}

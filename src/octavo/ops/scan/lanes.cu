@@ -176,6 +176,10 @@ template <int N> __device__ inline void hold(Four (&given)[N]) {
 #pragma unroll
     for (int i = 0; i < N * 4; ++i) asm volatile("" : "+r"(given[i / 4].x[i % 4]) :: "memory");
 }
+__device__ inline void hold_one(Four& given) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(given.x[i]) :: "memory");
+}
 // Of a warp group's lanes: how many registers each has from here on.
 template <int COUNT> __device__ inline void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }
 template <int COUNT> __device__ inline void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(COUNT)); }
