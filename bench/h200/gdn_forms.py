@@ -1,4 +1,4 @@
-"""Forms of the delta rule's kernels by turns, one H200: `python bench/h200/gdn_forms.py [decode] [prompts] [parts]`."""
+"""Forms of the delta rule's kernels by turns, one H200: `python bench/h200/gdn_forms.py decode prompts parts walks`."""
 
 from __future__ import annotations
 
@@ -58,17 +58,24 @@ STAMPED = [
     ("    if (is_factor) return;\n    warp_together();\n    for (int head = lane / 16; head < PER; head += 2)\n        invert(base + TRIANGLES + (head * 4 + block) * 1024, told.inverse + (made + head * 16) * 16);",
      "    if (is_factor) { STAMP(7, NOW); return; }\n    warp_together();\n    for (int head = lane / 16; head < PER; head += 2)\n        invert(base + TRIANGLES + (head * 4 + block) * 1024, told.inverse + (made + head * 16) * 16);\n    warp_together();\n    STAMP(7, NOW);"),
 ]  # fmt: skip
+WALKS = {
+    "results not written": [("if (at < walk.end && at >= walk.computed) write(", "if (at < walk.computed) write(")],
+    "keys not weighed": [("        weigh(at, base", "        if (begin < walk.begin) weigh(at, base")],
+    "nothing asked for": [("        if (begin < end) ask(", "        if (begin < walk.begin) ask(")],
+}
+WALKS["none of it"] = [pair for key in list(WALKS) for pair in WALKS[key]]
 PROMPTS = ([4000] * 2, [512] * 16, [2048] * 4, [8192], [300] * 27)
 
 
-def changed(pairs):
-    """`delta_prepare` with other text."""
-    text = loading.KERNELS["delta_prepare"].source
-    text = text[: text.index('#if !COMPACT\nextern')]
+def changed(pairs, name="delta_prepare"):
+    """A kernel with other text."""
+    text = loading.KERNELS[name].source
+    if name == "delta_prepare":
+        text = text[: text.index('#if !COMPACT\nextern')]
     for old, new in pairs:
         assert text.count(old) == 1, (text.count(old), old)
         text = text.replace(old, new)
-    kernel = dataclasses.replace(loading.KERNELS["delta_prepare"])
+    kernel = dataclasses.replace(loading.KERNELS[name])
     kernel.__dict__["source"] = text
     object.__setattr__(kernel, "_functions", {})
     return kernel
@@ -77,7 +84,8 @@ def changed(pairs):
 @contextlib.contextmanager
 def stepping(name):
     ahead, fetch, depth = STEPS[name]
-    with mock.patch.multiple(delta_step, AHEAD=ahead, FETCH=fetch, DEPTH=depth), delta.copying(delta_step):
+    others = delta_step, delta_prompts, delta_prepare
+    with mock.patch.multiple(delta_step, AHEAD=ahead, FETCH=fetch, DEPTH=depth), delta.copying(*others):
         with mock.patch.object(delta_gpu, "_agrees", lambda *_: True):
             yield
 
@@ -89,7 +97,7 @@ def preparing(name):
         mock.patch.object(delta_prepare, "COMPACT", compact),
         mock.patch.object(delta_prompts, "EARLY", early),
         mock.patch.dict(delta_prepare.RESIDENT, {2: resident}),
-        delta.copying(delta_prompts, delta_prepare),
+        delta.copying(delta_step, delta_prompts, delta_prepare),
         mock.patch.object(delta_gpu, "_agrees", lambda *_: True),
     ):
         yield
@@ -145,6 +153,8 @@ def compile_all():
     for pairs in (*PARTS.values(), STAMPED) if "parts" in sys.argv else ():
         with preparing("compact, 4 blocks"):
             asked.append((changed(pairs).source, delta_prepare.macros(*shape)))
+    for pairs in WALKS.values() if "walks" in sys.argv else ():
+        asked += [(changed(pairs, "delta_prompts").source, {**delta_prompts.macros(*shape), "GROUPS": n, "EARLY": 0}) for n in (1, 2)]
     for groups, early in ((1, 0), (2, 0), (1, 3), (2, 3)):
         asked.append((loading.KERNELS["delta_prompts"].source, {**delta_prompts.macros(*shape), "GROUPS": groups, "EARLY": early}))
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -152,16 +162,38 @@ def compile_all():
     print(f"[{time.time() - BEGAN:.0f}s] compiled {len(asked)}", flush=True)
 
 
+def cut(within):
+    """Results of rows cut anyhow, within blocks and chunks, and of steps behind them, and all that is kept; no Triton."""
+    import gpu_states_rig
+    import state_rig
+    from octavo.states.gpu import GpuStates
+
+    case = gpu_states_rig.MAKERS["delta"](states.BF16, *states.sizes_of("delta"))
+    gpu_states_rig.move(case, states.DEVICE)
+    begins = (1, 15, 30, 47, 62, 63, 64, 79, 126, 130, 190, 200)
+    drawn = state_rig.draw_all(case, [each + 143 for each in begins])
+    rows = state_rig.Rows(case, GpuStates(), drawn, device=states.DEVICE, block_size=64)
+    with within:
+        rows.compute(dict(enumerate(begins)))
+        rows.compute({row: 40 + row * 9 for row in range(0, len(begins), 2)})
+        rows.padded = 1
+        rows.compute({row: 17 + row for row in range(1, len(begins), 2)})
+        for turn in range(5):
+            rows.compute({(row + turn) % len(begins): 1 for row in range(len(begins))})
+    return [*rows.results, rows.pool.buffer.clone()]
+
+
+def same(found, expected):
+    differ = [i for i, (one, other) in enumerate(zip(found, expected)) if not torch.equal(one.view(torch.uint8), other.view(torch.uint8))]
+    return f"OTHER BITS, rows {differ}" if differ else "same bits"
+
+
 def decode():
-    expected = delta.stepped("Triton's")
-    for name, (_, _, depth) in STEPS.items():
-        ahead, fetch, depth = STEPS[name]
-        with (
-            mock.patch.multiple(delta_step, AHEAD=ahead, FETCH=fetch),
-            mock.patch.dict(delta.STEPS, {name: (depth, 2)}),
-            mock.patch.object(delta_gpu, "_agrees", lambda *_: True),
-        ):
-            print(f"{name}: {delta.step_bits(name, expected)}", flush=True)
+    expected = None
+    for name in STEPS:
+        found = cut(stepping(name))
+        expected = expected or found
+        print(f"{name}: {same(found, expected)}", flush=True)
     for num_rows, computed in ((64, 1056), (256, 160), (8, 1056)):
         for layers in (1, 4):
             operators = [states.operator("delta", [1] * num_rows, computed) for _ in range(layers)]
@@ -178,15 +210,14 @@ def decode():
 
 
 def prompts():
-    with delta.copying():
-        expected = states.made("delta", [300] * 4)
+    expected = {}
     for name in PREPARES:
-        with preparing(name):
-            same = [states.is_same(states.made("delta", [300] * 4), expected) or "Triton's bits"]
-            for groups in (1, 2):
-                with mock.patch.object(delta_prompts, "groups_of", lambda *_: groups):
-                    same.append(differences(groups))
-            print(f"{name}: {same[0]}; other than Triton's in examples: {same[1]}, {same[2]}", flush=True)
+        said = []
+        for groups in (1, 2):
+            with mock.patch.object(delta_prompts, "groups_of", lambda *_: groups):
+                found = cut(preparing(name))
+            said.append(same(found, expected.setdefault(0, found)))
+        print(f"{name}, one group and two: {', '.join(said)}", flush=True)
     for counts in PROMPTS:
         run, rows = states.operator("delta", counts, 0)
         found = by_turns(run, PREPARES, preparing)
@@ -195,11 +226,6 @@ def prompts():
             with preparing(name):
                 said.append(f"{us:.0f} ({alone(run, ('delta_prepare', 'delta_prompts'))})")
         print(f"[{time.time() - BEGAN:.0f}s] {len(counts)} x {counts[0]}, us by forms: {', '.join(said)}", flush=True)
-
-
-def differences(groups):
-    resident = delta_prepare.RESIDENT[2]
-    return delta.differences(groups, resident)
 
 
 def parts():
@@ -229,10 +255,27 @@ def parts():
             print(f"clocks of warp {warp}: " + ", ".join(f"{name} {own:.0f}" for name, own in zip(names, mean)), flush=True)
 
 
+def walks():
+    """Of `delta_prompts`: what it takes without some of it."""
+    for counts in ([4000] * 2, [2048] * 4):
+        said = []
+        for keeps in (True, False):
+            run, rows = states.operator("delta", counts, 0, keeps=keeps)
+            with preparing("as it was"):
+                run()
+                said.append(f"{'as it is' if keeps else 'no states'} {alone(run, ('delta_prompts',))}")
+                for name, pairs in WALKS.items():
+                    with mock.patch.dict(loading.KERNELS, {"delta_prompts": changed(pairs, "delta_prompts")}):
+                        run()
+                        said.append(f"{name} {alone(run, ('delta_prompts',))}")
+            del run, rows
+        print(f"[{time.time() - BEGAN:.0f}s] walk of {len(counts)} x {counts[0]}, us: {', '.join(said)}", flush=True)
+
+
 if __name__ == "__main__":
     compile_all()
-    for part in (decode, prompts, parts):
-        if part.__name__ in sys.argv or len(sys.argv) == 1:
+    for part in (decode, prompts, parts, walks):
+        if part.__name__ in sys.argv:
             try:
                 part()
             except Exception:

@@ -15,7 +15,7 @@ from octavo.ops.scan.delta import loading
 from octavo.ops.scan.kept import Form
 
 serves = loading.serves
-COMPACT = 1
+COMPACT = 0
 RESIDENT = {1: 4, 2: 4, 3: 3, 4: 3}  # blocks of a processor, by the heads of a key
 
 

@@ -21,7 +21,7 @@ from octavo.ops.scan.delta import loading
 from octavo.ops.scan.kept import Form
 
 serves = loading.serves
-EARLY = 3
+EARLY = 0
 GROUPS = 1, 2  # of a block
 _FLOAT32 = 7  # of a descriptor
 _compared: ContextVar[int] = ContextVar("groups", default=0)  # 0: nothing is compared

@@ -18,7 +18,7 @@ from octavo.ops.scan.kept import Form
 
 _SLOT, _PLACES = 2048, 704  # see delta_step.cu
 DEPTH = 4  # steps of a warp's ring
-AHEAD, FETCH = 1, 1
+AHEAD, FETCH = 0, 0
 RESIDENT = {1: 3, 2: 2, 3: 1, 4: 1}  # blocks of a processor, by the heads of a key
 serves = loading.serves
 
