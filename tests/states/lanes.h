@@ -149,9 +149,6 @@ static void copy_bytes(u32 to, u64 from, u32 bytes, u32 width) {
 }
 static void copy16(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 16); }
 static void copy4(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 4); }
-static void fetch_ahead(u64 from, u32 bytes) {
-    if (from % 16 || bytes % 16) fprintf(stderr, "%u bytes ahead from %llx\n", bytes, from), abort();
-}
 static void commit() {
     lanes[current].groups.push_back(lanes[current].open);
     lanes[current].open.clear();
@@ -341,7 +338,6 @@ static void multiply(float (&sum)[4], const Four& a, const Two& b) {
 }
 template <int N> static void hold(float (&)[N][4]) {}
 static void hold(int&) {}
-static void hold_one(Four&) {}
 template <int N> static void hold(Four (&)[N]) {}
 template <int COUNT> static void take_registers() {}
 template <int COUNT> static void give_registers() {}

@@ -19,9 +19,6 @@ __device__ inline void copy16(u32 to, u64 from, u32 bytes) {
 __device__ inline void copy4(u32 to, u64 from, u32 bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" :: "r"(to), "l"(from), "r"(bytes) : "memory");
 }
-__device__ inline void fetch_ahead(u64 from, u32 bytes) {  // into the L2
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" :: "l"(from), "r"(bytes) : "memory");
-}
 __device__ inline void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ inline void arrived() { asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory"); }
 __device__ inline void together() { asm volatile("bar.sync 0;" ::: "memory"); }
@@ -175,10 +172,6 @@ __device__ inline void hold(int& x) { asm volatile("" : "+r"(x)); }
 template <int N> __device__ inline void hold(Four (&given)[N]) {
 #pragma unroll
     for (int i = 0; i < N * 4; ++i) asm volatile("" : "+r"(given[i / 4].x[i % 4]) :: "memory");
-}
-__device__ inline void hold_one(Four& given) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(given.x[i]) :: "memory");
 }
 // Of a warp group's lanes: how many registers each has from here on.
 template <int COUNT> __device__ inline void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(COUNT)); }

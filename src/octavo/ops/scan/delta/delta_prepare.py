@@ -15,7 +15,6 @@ from octavo.ops.scan.delta import loading
 from octavo.ops.scan.kept import Form
 
 serves = loading.serves
-COMPACT = 0
 RESIDENT = {1: 4, 2: 4, 3: 3, 4: 3}  # blocks of a processor, by the heads of a key
 
 
@@ -34,14 +33,12 @@ class Told(ctypes.Structure):
 
 def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype: torch.dtype) -> dict[str, int | str]:
     """The kernel's. forms: of what is kept."""
-    return {"RESIDENT": RESIDENT[heads[0] // heads[1]], "COMPACT": COMPACT} | loading.macros(heads, block_size, forms, dtype)
+    return {"RESIDENT": RESIDENT[heads[0] // heads[1]]} | loading.macros(heads, block_size, forms, dtype)
 
 
 def shared_bytes(own: dict[str, int | str]) -> int:
-    """Of a block: keys and queries, rooms of four warps, and of each head triangles, sums and rates."""
-    if own["COMPACT"]:
-        return 2 * 64 * 256 + int(own["PER"]) * (4 * 1024 + 2 * 64 * 4)
-    return 2 * 64 * 272 + 4 * 16 * 144 + int(own["PER"]) * (4 * 1024 + 2 * 64 * 4)
+    """Of a block: keys and queries, and of each head triangles, sums and rates."""
+    return 2 * 64 * 256 + int(own["PER"]) * (4 * 1024 + 2 * 64 * 4)
 
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:

@@ -432,27 +432,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
             if (block == (SENDS ? 0 : 1)) group_arrived<0>(of_query);
             if (SENDS && block == 1 && goal >= 0) some_together(OF_GROUP);  // no product reads keys and queries any more
 #pragma unroll
-            for (int j = block > 1 ? 2 * block : 0; j < (block > 0 ? 2 * block + 2 : 0) && !EARLY; ++j)
+            for (int j = block > 1 ? 2 * block : 0; j < (block > 0 ? 2 * block + 2 : 0); ++j)
 #pragma unroll
                 for (int i = 0; i < 4; ++i) of_query[j][i] = times(begun[j][i % 2], of_query[j][i]);
-#if EARLY
-            if (block == 2) {
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    Two sums = get2(own + OWN_SUMS + (48 + half * 8 + lane % 4 * 2) * 4);
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) of_query[6 + half][i] = times(exponential(number(sums.x[i % 2])), of_query[6 + half][i]);
-                }
-            }
-#pragma unroll
-            for (int j = block == 2 ? 4 : 0; j < (block == 1 ? 4 : block == 2 ? 6 : 0); ++j)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) of_query[j][i] = times(begun[j][i % 2], of_query[j][i]);
-#endif
             // The state behind the chunk before: a few keys at a time, so that nothing waits behind them.
 #pragma unroll
             for (int j = 0; j < 16; ++j) {
-                if (block != (EARLY ? (SENDS ? 1 + j / 8 : j * 3 / 16) : SENDS && j < 4 ? 1 : j / 4)) continue;
+                if (block != (SENDS && j < 4 ? 1 : j / 4)) continue;
                 if (goal >= 0) {
                     if (SENDS) stage(own, j, state[j], warp, lane);
                     else write_keys(kept, j, state[j]);
@@ -460,28 +446,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
 #pragma unroll
                 for (int i = 0; i < 4; ++i) state[j][i] = times(decay, state[j][i]);
             }
-#if EARLY
-            if (block == 2) {  // products of what is there go on beside the last block
-                hold_one(update[0]), hold_one(update[1]), hold_one(update[2]), hold(of_query), hold(state);
-                group_begin();
-#pragma unroll
-                for (int step = 0; step < (EARLY & 1 ? 3 : 0); ++step) group_multiply(of_query, update[step], own + OWN_F + step * 32);
-#pragma unroll
-                for (int step = 0; step < (EARLY & 2 ? 3 : 0); ++step) group_multiply_turned(state, update[step], weighted + step * 2048, TILE);
-                group_commit();
-            }
-#endif
         }
-#if EARLY
-        hold_one(update[3]);
-        group_begin();
-#pragma unroll
-        for (int step = EARLY & 1 ? 3 : 0; step < 4; ++step) group_multiply(of_query, update[step], own + OWN_F + step * 32);
-        group_commit();
-#pragma unroll
-        for (int step = EARLY & 2 ? 3 : 0; step < 4; ++step) group_multiply_turned(state, update[step], weighted + step * 2048, TILE);
-        group_commit();
-#else
         hold(update), hold(of_query), hold(state);
         group_begin();
 #pragma unroll
@@ -490,7 +455,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_prompts(const __g
 #pragma unroll
         for (int step = 0; step < 4; ++step) group_multiply_turned(state, update[step], weighted + step * 2048, TILE);
         group_commit();
-#endif
         if (SENDS && goal >= 0) {
             seen_by_groups();
             tell_some(TELL_STAGED);

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextvars import ContextVar
 
 import torch
@@ -18,10 +18,8 @@ import torch
 from octavo.ops.compile import driver
 from octavo.ops.scan.cuda_kernel import processors
 from octavo.ops.scan.delta import loading
-from octavo.ops.scan.kept import Form
 
-serves = loading.serves
-EARLY = 0
+serves, macros = loading.serves, loading.macros
 GROUPS = 1, 2  # of a block
 _FLOAT32 = 7  # of a descriptor
 _compared: ContextVar[int] = ContextVar("groups", default=0)  # 0: nothing is compared
@@ -43,11 +41,6 @@ class Told(ctypes.Structure):
         ),
         ("rest", ctypes.c_int * 15),  # up to a multiple of 64 bytes
     ]
-
-
-def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype: torch.dtype) -> dict[str, int | str]:
-    """The kernel's. forms: of what is kept."""
-    return {"EARLY": EARLY} | loading.macros(heads, block_size, forms, dtype)
 
 
 def states_of(state: torch.Tensor) -> ctypes.Array[ctypes.c_uint64]:

@@ -197,20 +197,6 @@ __device__ inline void bring_own(const Told& told, const Row& row, int task, u32
     }
 }
 
-// Ask for what is left of a block's first task into the L2, so that the memory is busy while warps wait for the token.
-__device__ inline void fetch_first(u32 places, int task, u32 lane) {
-    u64 state = lane < PER ? address_at(places + STATES + lane * 8) : 0;
-    constexpr u32 asked = (DEPTH - 1) * 16 * SIZE * 4;  // into rings
-    if (state) fetch_ahead(state + asked, SIZE * SIZE * 4 - asked);
-#if FETCH > 1
-#pragma unroll
-    for (u32 turn = 0; turn < 3; ++turn) {  // updates, and values behind them
-        u64 from = turn * 32 + lane < 80 ? address_at(places + UPDATES + (turn * 32 + lane) * 8) : 0;
-        if (from) fetch_ahead(from + task % KEY_HEADS * PER * SIZE * 2, PER * SIZE * 2);
-    }
-#endif
-}
-
 // The token's row of T, a column a lane, of two heads a warp; see `octavo.ops.scan.delta.scan_gpu.inverse_rows`.
 __device__ inline void invert(int head, u32 made, int here, u32 lane) {
     u32 of_head = made + head * MADE_BYTES, column = lane % 16;

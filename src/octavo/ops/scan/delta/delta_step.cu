@@ -137,17 +137,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
     if (warp == WARPS) {
         find(told, task, base + PLACES_AT, lane);
         together();
+        // No kernel of a pass writes what earlier ones kept of a row that decodes, but this one; nor does one of theirs, a
+        // copy of blocks or a load still run: a pass begins with a kernel that waits for all ahead of it before it lets
+        // the next begin (see `octavo.ops.compile.launch`). So are states and tables read before the wait.
         Row row = row_of(told, task);
-#if AHEAD
         bring_kept(told, row, task, base + BROUGHT_AT, lane);
-#endif
-#if FETCH
-        fetch_first(base + PLACES_AT, task, lane);
-#endif
         wait_for_before();
-#if !AHEAD
-        bring_kept(told, row, task, base + BROUGHT_AT, lane);
-#endif
         bring_own(told, row, task, base + BROUGHT_AT, lane);
         for (int round = 0; task < tasks; ++round, task += by) {
             together();
