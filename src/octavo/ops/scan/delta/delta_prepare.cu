@@ -41,16 +41,25 @@ struct Part {
     __device__ i64 fresh(int at) const { return (i64)token + at - computed; }
 };
 
-__device__ inline Part part_of(const Told& told) {
+__device__ inline Part part_of(const Told& told, u32 lane) {
     // The first ones last: they are walked first, and then lie in the L2.
     int slot = (blocks() - 1 - block()) / KEY_HEADS, reach = 1, ahead = *told.num_ahead, row = ahead;
     if (ahead >= told.num_rows) return Part{};
     int before = told.query_start[ahead];
+#if JOINT > 1
+    while (reach * 32 < told.num_rows - ahead) reach *= 32;
+    for (; reach > 0; reach /= 32) {
+        int next = row + reach * (int)(lane + 1);
+        bool is_ahead = next < told.num_rows && (told.query_start[next] - before) / CHUNK + 2 * (next - ahead) <= slot;
+        row += reach * count_bits(lanes_where(is_ahead));
+    }
+#else
     while (reach < told.num_rows - ahead) reach *= 2;
     for (; reach > 0; reach /= 2) {
         int next = row + reach;
         if (next < told.num_rows && (told.query_start[next] - before) / CHUNK + 2 * (next - ahead) <= slot) row = next;
     }
+#endif
     Part part;
     part.token = told.query_start[row], part.end = told.seq_lens[row];
     part.computed = part.end - (told.query_start[row + 1] - part.token);
@@ -182,6 +191,50 @@ __device__ inline void invert(u32 triangle, float* goal) {
     }
 }
 
+#if JOINT
+// Of 16 tokens, beside 16 that are not behind them, the products of keys and of queries with keys: a lane has four
+// neighbouring columns of two lines, for which column n of product j is token 4 (n / 2) + 2 j + n % 2. Parts of 16 bytes
+// lie by exclusive or: neither of lines that follow one another nor of such columns do two meet in a bank.
+__device__ inline void compare(float (&of_key)[2][4], float (&of_query)[2][4], u32 own, u32 key) {
+#pragma unroll
+    for (int step = 0; step < 8; ++step) {
+        Four column = square(key ^ step * 32), line = square(own ^ step * 32), asked = square((own ^ step * 32) + QUERIES);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            multiply(of_key[j], line, Two{{column.x[2 * j], column.x[2 * j + 1]}});
+            multiply(of_query[j], asked, Two{{column.x[2 * j], column.x[2 * j + 1]}});
+        }
+    }
+}
+
+// Of a head the factors of o and M, or what T is made of: of 16 tokens by 16, all that comes of their products. own, rate:
+// of a lane's two lines; last: lines that there are; goal: in M and in the factors; triangle: 0 off the diagonal.
+__device__ inline void scale(const float (&of_key)[2][4], const float (&of_query)[2][4], const float (&own)[2],
+                             const float (&rate)[2], const Four& then, int last, u32 triangle, u64 before, u64 factor, u32 lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        int row = lane / 4 + half * 8, column = lane % 4 * 4;
+        float m[4], f[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float left = exponential(less(own[half], number(then.x[i])));
+            m[i] = times(times(rate[half], left), of_key[i / 2][half * 2 + i % 2]);
+            f[i] = times(left, of_query[i / 2][half * 2 + i % 2]);
+        }
+        if (triangle || last < 16) {
+            int seen = row >= last ? 0 : triangle ? row - column : 4;  // columns before the line's own
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (i >= seen) m[i] = 0.0f;
+                if (row >= last || (triangle && i > seen)) f[i] = 0.0f;
+            }
+        }
+        if (triangle) put4(triangle + row * 64 + column * 4, Four{{bits_of(m[0]), bits_of(m[1]), bits_of(m[2]), bits_of(m[3])}});
+        else write2(before + half * 8 * CHUNK * 2, Two{{pack(m[0], m[1]), pack(m[2], m[3])}});
+        write2(factor + half * 8 * CHUNK * 2, Two{{pack(f[0], f[1]), pack(f[2], f[3])}});
+    }
+}
+#else
 // Of 16 tokens, beside 16 that are not behind them, the products of keys or of queries with keys: a lane has four
 // neighbouring columns of two lines, for which column n of product j is token 4 (n / 2) + 2 j + n % 2. Parts of 16 bytes
 // lie by exclusive or: neither of lines that follow one another nor of such columns do two meet in a bank.
@@ -213,13 +266,15 @@ __device__ inline void scale(const float (&alike)[2][4], const float (&own)[2], 
     }
 }
 
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(const __grid_constant__ Told told) {
     constexpr Form totals{TOTAL_FORM};
-    extern __shared__ __align__(128) unsigned char memory[];
+    extern __shared__ __align__(256) unsigned char memory[];
     u32 base = (u32)__cvta_generic_to_shared(memory), lane = thread() % 32, warp = from_lane(thread() / 32, 0);
     wait_for_before();  // the rows ahead may be counted by the kernel before
     let_next_begin();
-    Part part = part_of(told);
+    Part part = part_of(told, lane);
     if (part.begin >= part.end || part.computed < 0 || part.computed >= part.end) return;
     bool keeps = part.begin >= (part.end - 1) / CHUNK * CHUNK - CHUNK;  // chunks before are kept by no table
     {
@@ -231,6 +286,57 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
     together();
     if (thread() < PER) sum_up(part, base + SUMS + thread() * CHUNK * 4);
     warp_together();
+#if JOINT
+    // Of ten squares of 16 by 16 tokens four warps have one of the diagonal, and T; four have one off it, and half the
+    // heads of another.
+    bool is_diagonal = warp >= 4;
+    int own = warp % 4, block = is_diagonal ? own : 1 + (own + 1) / 2, other = is_diagonal ? own : own == 2, head = 0, by = 1;
+    u32 line = lane % 16, own_at = base + line * PITCH + (lane / 16 ^ line % 8 ^ line / 8 * 2) * 16;
+    line = lane % 8 / 2 * 4 + lane / 16 * 2 + lane % 2;
+    u32 key_at = base + line * PITCH + (lane / 8 % 2 ^ line % 8 ^ line / 8 * 2) * 16;
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) {
+        int first = block * 16, last = min(part.end - part.begin - first, 16);  // tokens that there are
+        bool is_made = last > 0 && part.begin + first >= part.computed / 16 * 16;
+        float of_key[2][4] = {}, of_query[2][4] = {};
+        compare(of_key, of_query, own_at + first * PITCH, key_at + other * 16 * PITCH);
+        if (turn == 0) {
+            together();  // sums are there
+            if (thread() < PER * CHUNK && part.is_new(part.begin + thread() % CHUNK)) {
+                int at = part.begin + thread() % CHUNK, head = part.key_head * PER + thread() / CHUNK, held;
+                float sum = number(get(base + SUMS + thread() * 4));
+                told.total[part.fresh(at) * HEADS + head] = sum;
+                u64 goal = keeps ? kept_at(told, part, at, totals, held) : 0;
+                if (keeps && held > 0) told.total_kept[goal + head] = sum;
+            }
+            warp_together();
+        }
+        i64 made = ((i64)(part.first_block + block) * HEADS + part.key_head * PER) * 16;
+        i64 goal = ((made + head * 16 + lane / 4) * CHUNK + other * 16 + lane % 4 * 4) * 2;
+        u32 sums = base + SUMS + head * CHUNK * 4, triangle = is_diagonal ? base + TRIANGLES + (head * 4 + block) * 1024 : 0;
+        if (is_made)
+#pragma unroll 1
+            for (; head < PER; head += by, goal += by * 16 * CHUNK * 2, sums += by * CHUNK * 4) {
+                float own_sum[2], rate[2];
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    own_sum[half] = number(get(sums + (first + lane / 4 + half * 8) * 4));
+                    rate[half] = number(get(sums + RATES - SUMS + (first + lane / 4 + half * 8) * 4));
+                }
+                Four then = get4(sums + other * 64 + lane % 4 * 16);
+                scale(of_key, of_query, own_sum, rate, then, last, triangle, (u64)told.before + goal, (u64)told.factor + goal, lane);
+                if (is_diagonal) triangle += 4 * 1024;
+            }
+        if (is_diagonal) {
+            if (!is_made) return;
+            warp_together();
+            for (int head = lane / 16; head < PER; head += 2)
+                invert(base + TRIANGLES + (head * 4 + block) * 1024, told.inverse + (made + head * 16) * 16);
+        }
+        if (is_diagonal || own % 2 >= PER) return;
+        block = 3, other = 1 + own / 2, head = own % 2, by = 2;
+    }
+#else
     bool is_factor = warp >= 4;
     int block = is_factor ? 7 - warp : warp, first = block * 16;  // of 16 tokens, and its first one within the chunk
     bool is_made = part.begin + first >= part.computed / 16 * 16 && part.begin + first < part.end;
@@ -275,4 +381,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
     warp_together();
     for (int head = lane / 16; head < PER; head += 2)
         invert(base + TRIANGLES + (head * 4 + block) * 1024, told.inverse + (made + head * 16) * 16);
+#endif
 }
