@@ -281,13 +281,14 @@ def delta_scan(
         mask = is_new[:, None] & inside[None, :]
         target = ((fresh * HEADS + head) * VALUE_SIZE)[:, None] + channel[None, :]
         tl.store(out + target, result.to(out.dtype.element_ty), mask=mask)
-        if begin + 2 * CHUNK > end:  # chunks before are kept by no table
+        keeps = begin >= (end - 1) // CHUNK * CHUNK - CHUNK  # chunks before are kept by no table
+        if keeps:
             keep(values, of_row, at, head, channel, v, mask, VALUE_FORM, VALUE_SIZE)
             shared = is_new[:, None] & within[None, :] & keeps_key
             keep(keys, of_row, at, key_head, width, k, shared, KEY_FORM, KEY_SIZE)
         after, first = begin + 16, begin // CHUNK * CHUNK
         chunk = first + place
-        if ((after % CHUNK == 0) | (after >= end)) & (begin + 2 * CHUNK > end):
+        if ((after % CHUNK == 0) | (after >= end)) & keeps:
             stored = ((chunk >= computed) & (chunk < end))[:, None] & inside[None, :]
             keep(updates, of_row, chunk, head, channel, u_all, stored, UPDATE_FORM, VALUE_SIZE)
         if ADVANCE & (after % CHUNK == 0) & (after <= end):
