@@ -287,13 +287,6 @@ static u32 from_lane(u32 x, u32 lane) {
     exchange({x}, [&](auto of) { found = of(lane % 32, 0); });
     return found;
 }
-static u32 lanes_where(bool is_so) {
-    u32 found = 0;
-    exchange({is_so}, [&](auto of) {
-        for (u32 i = 0; i < 32; ++i) found |= of(i, 0) << i;
-    });
-    return found;
-}
 static Four square(u32 at) {
     Four y;
     u32 lane = current % 32;

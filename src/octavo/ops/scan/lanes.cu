@@ -244,7 +244,6 @@ __device__ inline float exponential(float x) {
     asm("ex2.approx.f32 %0, %1;" : "=f"(z) : "f"(__fmul_rn(x, 1.4426950408889634f)));
     return z;
 }
-__device__ inline u32 lanes_where(bool is_so) { return __ballot_sync(0xffffffffu, is_so); }
 __device__ inline int count_bits(u32 x) { return __popc(x); }
 __device__ inline u32 bytes_of(u32 x, u32 y, u32 which) { return __byte_perm(x, y, which); }
 __device__ inline float widened(u32 x) {  // a 16-bit number

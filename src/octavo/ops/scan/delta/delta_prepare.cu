@@ -1,9 +1,9 @@
 // The gated delta rule over prompts: all of a chunk that needs no state. Told of by delta_prepare.py.
 //
 // A block has a chunk of a row and a head of its keys, with those of the values that share it. It norms the step's q and
-// k, sums gates, and makes M, T and the factors of o; of the chunk's tokens before the step it reads what was kept. Of
-// its eight warps four have 16 tokens each of M and T, four of the factors of o, in the other order, so that each quarter
-// of a processor has as much to do as the others.
+// k, sums gates, and makes M, T and the factors of o; of the chunk's tokens before the step it reads what was kept. M and
+// the factors come of ten squares of 16 by 16 tokens, both of a square's by the same warp, which then has one part of the
+// keys in registers for both products, and one exponential for both factors.
 //
 // Invariant: the operations on a number are those of `normalize_keys`, `scan_gates` and `delta_chunks`, in the same
 // order. Nothing is written that `delta_prompts` does not read.
@@ -15,7 +15,6 @@
 #define TRIANGLES (2 * CHUNK * PITCH)
 #define SUMS (TRIANGLES + PER * 4 * 1024)
 #define RATES (SUMS + PER * CHUNK * 4)
-
 
 struct Told {
     const u16 *qkv, *a, *b;
@@ -41,25 +40,16 @@ struct Part {
     __device__ i64 fresh(int at) const { return (i64)token + at - computed; }
 };
 
-__device__ inline Part part_of(const Told& told, u32 lane) {
+__device__ inline Part part_of(const Told& told) {
     // The first ones last: they are walked first, and then lie in the L2.
     int slot = (blocks() - 1 - block()) / KEY_HEADS, reach = 1, ahead = *told.num_ahead, row = ahead;
     if (ahead >= told.num_rows) return Part{};
     int before = told.query_start[ahead];
-#if JOINT > 1
-    while (reach * 32 < told.num_rows - ahead) reach *= 32;
-    for (; reach > 0; reach /= 32) {
-        int next = row + reach * (int)(lane + 1);
-        bool is_ahead = next < told.num_rows && (told.query_start[next] - before) / CHUNK + 2 * (next - ahead) <= slot;
-        row += reach * count_bits(lanes_where(is_ahead));
-    }
-#else
     while (reach < told.num_rows - ahead) reach *= 2;
     for (; reach > 0; reach /= 2) {
         int next = row + reach;
         if (next < told.num_rows && (told.query_start[next] - before) / CHUNK + 2 * (next - ahead) <= slot) row = next;
     }
-#endif
     Part part;
     part.token = told.query_start[row], part.end = told.seq_lens[row];
     part.computed = part.end - (told.query_start[row + 1] - part.token);
@@ -191,7 +181,6 @@ __device__ inline void invert(u32 triangle, float* goal) {
     }
 }
 
-#if JOINT
 // Of 16 tokens, beside 16 that are not behind them, the products of keys and of queries with keys: a lane has four
 // neighbouring columns of two lines, for which column n of product j is token 4 (n / 2) + 2 j + n % 2. Parts of 16 bytes
 // lie by exclusive or: neither of lines that follow one another nor of such columns do two meet in a bank.
@@ -208,7 +197,8 @@ __device__ inline void compare(float (&of_key)[2][4], float (&of_query)[2][4], u
 }
 
 // Of a head the factors of o and M, or what T is made of: of 16 tokens by 16, all that comes of their products. own, rate:
-// of a lane's two lines; last: lines that there are; goal: in M and in the factors; triangle: 0 off the diagonal.
+// of a lane's two lines; then: sums of its columns; last: lines that there are; triangle: where T's goes, 0 off the
+// diagonal; before, factor: where the lane's parts of M and of the factors go.
 __device__ inline void scale(const float (&of_key)[2][4], const float (&of_query)[2][4], const float (&own)[2],
                              const float (&rate)[2], const Four& then, int last, u32 triangle, u64 before, u64 factor, u32 lane) {
 #pragma unroll
@@ -234,39 +224,6 @@ __device__ inline void scale(const float (&of_key)[2][4], const float (&of_query
         write2(factor + half * 8 * CHUNK * 2, Two{{pack(f[0], f[1]), pack(f[2], f[3])}});
     }
 }
-#else
-// Of 16 tokens, beside 16 that are not behind them, the products of keys or of queries with keys: a lane has four
-// neighbouring columns of two lines, for which column n of product j is token 4 (n / 2) + 2 j + n % 2. Parts of 16 bytes
-// lie by exclusive or: neither of lines that follow one another nor of such columns do two meet in a bank.
-__device__ inline void compare(float (&alike)[2][4], u32 own, u32 key) {
-#pragma unroll
-    for (int step = 0; step < 8; ++step) {
-        Four line = square(own ^ step * 32), column = square(key ^ step * 32);
-        multiply(alike[0], line, Two{{column.x[0], column.x[1]}});
-        multiply(alike[1], line, Two{{column.x[2], column.x[3]}});
-    }
-}
-
-// Of a head the factors of o or M, and what T is made of: of 16 tokens by 16, all that comes of their products. own, rate:
-// of a lane's two lines; of factors rates are 1.
-__device__ inline void scale(const float (&alike)[2][4], const float (&own)[2], const float (&rate)[2], const Four& then,
-                             int ahead, int last, u32 triangle, u64 goal, u32 lane) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        int row = lane / 4 + half * 8;
-        float scaled[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float left = times(rate[half], exponential(less(own[half], number(then.x[i]))));
-            scaled[i] = times(left, alike[i / 2][half * 2 + i % 2]);
-            if (row < (int)(lane % 4 * 4) + i + ahead || row >= last) scaled[i] = 0.0f;
-        }
-        if (triangle) put4(triangle + row * 64 + lane % 4 * 16, Four{{bits_of(scaled[0]), bits_of(scaled[1]), bits_of(scaled[2]), bits_of(scaled[3])}});
-        else write2(goal + half * 8 * CHUNK * 2, Two{{pack(scaled[0], scaled[1]), pack(scaled[2], scaled[3])}});
-    }
-}
-
-#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(const __grid_constant__ Told told) {
     constexpr Form totals{TOTAL_FORM};
@@ -274,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
     u32 base = (u32)__cvta_generic_to_shared(memory), lane = thread() % 32, warp = from_lane(thread() / 32, 0);
     wait_for_before();  // the rows ahead may be counted by the kernel before
     let_next_begin();
-    Part part = part_of(told, lane);
+    Part part = part_of(told);
     if (part.begin >= part.end || part.computed < 0 || part.computed >= part.end) return;
     bool keeps = part.begin >= (part.end - 1) / CHUNK * CHUNK - CHUNK;  // chunks before are kept by no table
     {
@@ -286,7 +243,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
     together();
     if (thread() < PER) sum_up(part, base + SUMS + thread() * CHUNK * 4);
     warp_together();
-#if JOINT
     // Of ten squares of 16 by 16 tokens four warps have one of the diagonal, and T; four have one off it, and half the
     // heads of another.
     bool is_diagonal = warp >= 4;
@@ -336,50 +292,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(co
         if (is_diagonal || own % 2 >= PER) return;
         block = 3, other = 1 + own / 2, head = own % 2, by = 2;
     }
-#else
-    bool is_factor = warp >= 4;
-    int block = is_factor ? 7 - warp : warp, first = block * 16;  // of 16 tokens, and its first one within the chunk
-    bool is_made = part.begin + first >= part.computed / 16 * 16 && part.begin + first < part.end;
-    int last = min(part.end - part.begin - first, 16);  // tokens that there are
-    u32 line = lane % 16, own_at = base + is_factor * QUERIES + (first + line) * PITCH + (lane / 16 ^ line % 8 ^ line / 8 * 2) * 16;
-    line = lane % 8 / 2 * 4 + lane / 16 * 2 + lane % 2;
-    u32 key_at = base + line * PITCH + (lane / 8 % 2 ^ line % 8 ^ line / 8 * 2) * 16;
-    i64 made = ((i64)(part.first_block + block) * HEADS + part.key_head * PER) * 16;
-    u64 goal = (u64)((is_factor ? told.factor : told.before) + (made + lane / 4) * CHUNK + lane % 4 * 4);
-    u32 sums = base + SUMS + lane % 4 * 16, own_sum = base + SUMS + (first + lane / 4) * 4;
-#pragma unroll 1
-    for (int other = 0; other <= block; ++other, key_at += 16 * PITCH, sums += 64, goal += 32) {
-        float alike[2][4] = {};
-        compare(alike, own_at, key_at);
-        if (other == 0) {
-            together();  // sums are there
-            if (thread() < PER * CHUNK && part.is_new(part.begin + thread() % CHUNK)) {
-                int at = part.begin + thread() % CHUNK, head = part.key_head * PER + thread() / CHUNK, held;
-                float sum = number(get(base + SUMS + thread() * 4));
-                told.total[part.fresh(at) * HEADS + head] = sum;
-                u64 goal = keeps ? kept_at(told, part, at, totals, held) : 0;
-                if (keeps && held > 0) told.total_kept[goal + head] = sum;
-            }
-            if (!is_made) return;
-            warp_together();
-        }
-        int ahead = other < block ? -16 : !is_factor;  // columns that count as zeros begin so far behind the line
-        bool is_triangle = other == block && !is_factor;
-#pragma unroll 1
-        for (int head = 0; head < PER; ++head) {
-            float own[2], rate[2] = {1.0f, 1.0f};
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                own[half] = number(get(own_sum + head * CHUNK * 4 + half * 32));
-                if (!is_factor) rate[half] = number(get(own_sum + RATES - SUMS + head * CHUNK * 4 + half * 32));
-            }
-            u32 triangle = is_triangle ? base + TRIANGLES + (head * 4 + block) * 1024 : 0;
-            scale(alike, own, rate, get4(sums + head * CHUNK * 4), ahead, last, triangle, goal + head * 16 * CHUNK * 2, lane);
-        }
-    }
-    if (is_factor) return;
-    warp_together();
-    for (int head = lane / 16; head < PER; head += 2)
-        invert(base + TRIANGLES + (head * 4 + block) * 1024, told.inverse + (made + head * 16) * 16);
-#endif
 }

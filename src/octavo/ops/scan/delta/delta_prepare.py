@@ -15,7 +15,6 @@ from octavo.ops.scan.delta import loading
 from octavo.ops.scan.kept import Form
 
 serves = loading.serves
-JOINT = 0
 RESIDENT = {1: 4, 2: 4, 3: 3, 4: 3}  # blocks of a processor, by the heads of a key
 
 
@@ -34,7 +33,7 @@ class Told(ctypes.Structure):
 
 def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype: torch.dtype) -> dict[str, int | str]:
     """The kernel's. forms: of what is kept."""
-    return {"JOINT": JOINT, "RESIDENT": RESIDENT[heads[0] // heads[1]]} | loading.macros(heads, block_size, forms, dtype)
+    return {"RESIDENT": RESIDENT[heads[0] // heads[1]]} | loading.macros(heads, block_size, forms, dtype)
 
 
 def shared_bytes(own: dict[str, int | str]) -> int:

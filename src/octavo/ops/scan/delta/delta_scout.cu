@@ -167,12 +167,9 @@ __device__ inline void bring_kept(const Told& told, const Row& row, int task, u3
 }
 
 // Put what the token brings beside it, when that is there, and keep it: its key, sums and rates.
-__device__ inline void bring_own(const Told& told, const Row& row, int task, u32 to, u32 lane, bool waits) {
+__device__ inline void bring_own(const Told& told, const Row& row, int task, u32 to, u32 lane) {
     constexpr Form keys{KEY_FORM}, totals{TOTAL_FORM}, rates{RATE_FORM};
-    if (!row.is_there()) {
-        if (waits) wait_for_before();
-        return;
-    }
+    if (!row.is_there()) return;
     int last = row.last(), border = last / CHUNK * CHUNK, key_head = task % KEY_HEADS;
     int own_head = key_head * PER + (int)(lane % PER);
     const u16* own = told.qkv + row.token * told.qkv_row + key_head * SIZE + lane % 16 * 8;
@@ -180,7 +177,6 @@ __device__ inline void bring_own(const Told& told, const Row& row, int task, u32
     Sought key_goal = seek_token(told, row, last, keys), total_goal = seek_token(told, row, last, totals);
     Sought rate_goal = seek_token(told, row, last, rates);
     int key_block = *key_goal.entry, total_block = *total_goal.entry, rate_block = *rate_goal.entry;
-    if (waits) wait_for_before();
     Four given = read((u64)(lane < 16 ? own : own + KEY_HEADS * SIZE));
     float x = widened(told.a[row.token * told.a_row + own_head]), y = widened(told.b[row.token * told.b_row + own_head]);
     Four of_token = normed(given, told.scale, lane);

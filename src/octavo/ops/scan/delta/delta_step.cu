@@ -95,11 +95,7 @@ __device__ inline void compare(int tile, u32 brought, u32 made, int last, u32 la
     }
     int column = tile * 8 + lane % 4 * 2;
     bool is_m = column < begin;
-#if LATER
 #pragma unroll 1
-#else
-#pragma unroll
-#endif
     for (int head = 0; head < PER; ++head) {
         u32 sums = brought + SUMS + head * 256, of_head = made + head * MADE_BYTES;
         float own = number(get(sums + last * 4)), then[2] = {number(get(sums + column * 4)), number(get(sums + column * 4 + 4))};
@@ -141,15 +137,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
     if (warp == WARPS) {
         find(told, task, base + PLACES_AT, lane);
         together();
-        // No kernel of a pass writes what earlier ones kept of a row that decodes, but this one; nor does one of theirs, a
-        // copy of blocks or a load still run: a pass begins with a kernel that waits for all ahead of it before it lets
-        // the next begin (see `octavo.ops.compile.launch`). So are states and tables read before the wait.
+        // Read before the wait, as states and tables are: what earlier passes kept of a row that decodes no kernel of this
+        // pass writes but this one, and none of theirs still runs, nor a copy of blocks or a load, since a pass begins with
+        // a kernel that waits for all ahead of it before it lets the next begin (see `octavo.ops.compile.launch`).
         Row row = row_of(told, task);
         bring_kept(told, row, task, base + BROUGHT_AT, lane);
-#if LATER < 2
         wait_for_before();
-#endif
-        bring_own(told, row, task, base + BROUGHT_AT, lane, LATER > 1);
+        bring_own(told, row, task, base + BROUGHT_AT, lane);
         for (int round = 0; task < tasks; ++round, task += by) {
             together();
             int here = (int)(get(base + PLACES_AT + round % 2 * PLACES_BYTES + LAST) % 16);
@@ -160,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
             tell_some(2, THREADS);
             row = row_of(told, task + by);
             bring_kept(told, row, task + by, base + BROUGHT_AT + (round + 1) % 2 * BROUGHT_BYTES, lane);
-            bring_own(told, row, task + by, base + BROUGHT_AT + (round + 1) % 2 * BROUGHT_BYTES, lane, false);
+            bring_own(told, row, task + by, base + BROUGHT_AT + (round + 1) % 2 * BROUGHT_BYTES, lane);
             warp_together();
         }
         return;
@@ -180,10 +174,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
         u32 brought = base + BROUGHT_AT + round % 2 * BROUGHT_BYTES;
         u32 next_channels = (((task + by) % KEY_HEADS * PER + own_head) * SIZE + warp % 4 * 32) * 2;
         int last = (int)(get(now.places + LAST) % CHUNK), here = last % 16, blocks = last / 16;
-#if !LATER
-        for (int tile = warp; tile < 2 * blocks + 2; tile += WARPS) compare(tile, brought, made, last, lane);
-        tell_some(1, THREADS);
-#endif
         u32 square_at = brought + (last / 16 * 16 + lane % 16) * PITCH + lane / 16 * 16;
         float of_key[4][4] = {}, of_query[4][4] = {};
         u32 slot;
@@ -211,12 +201,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
                 multiply(of_query[j], query, rounded);
                 multiply(of_key[j], key, rounded);
             }
-#if LATER
             if (step == DEPTH - 2) {  // behind what came ahead, so that the ring goes on meanwhile
                 for (int tile = warp; tile < 2 * blocks + 2; tile += WARPS) compare(tile, brought, made, last, lane);
                 tell_some(1, THREADS);
             }
-#endif
         }
         u32 sums = brought + SUMS + own_head * 256, rates = brought + RATES + own_head * 64;
         float own_begun = exponential(number(get(sums + last * 4)));

@@ -18,7 +18,6 @@ from octavo.ops.scan.kept import Form
 
 _SLOT, _PLACES = 2048, 704  # see delta_step.cu
 DEPTH = 4  # steps of a warp's ring
-LATER = 0
 RESIDENT = {1: 3, 2: 2, 3: 1, 4: 1}  # blocks of a processor, by the heads of a key
 serves = loading.serves
 
@@ -39,7 +38,7 @@ class Told(ctypes.Structure):
 
 def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype: torch.dtype) -> dict[str, int | str]:
     """The kernel's. forms: of what is kept."""
-    own: dict[str, int | str] = {"LATER": LATER, "DEPTH": DEPTH, "RESIDENT": RESIDENT[heads[0] // heads[1]]}
+    own: dict[str, int | str] = {"DEPTH": DEPTH, "RESIDENT": RESIDENT[heads[0] // heads[1]]}
     return own | loading.macros(heads, block_size, forms, dtype)
 
 
