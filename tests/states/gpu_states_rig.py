@@ -383,7 +383,8 @@ def prompts_in_cuda(groups: int, *kernels: ModuleType) -> None:
             rows.compute({0: 1, 2: 1})  # by what is kept
         assert launches == [each.__name__.rpartition(".")[2] for each in copied] * 2
         stores = [rows.own.states[0], *rows.own.kept_inputs[4:]]
-        kept.append([store.data.isnan() for store in rows.own.kept_inputs])
+        blocks = rows.own.input_table.long()
+        kept.append([store.data[blocks].isnan() for store in rows.own.kept_inputs])
         found.append([*rows.results, *(store.data.float().nan_to_num(0, 0, 0).clamp(-99, 99) for store in stores)])
     for place, (one, other) in enumerate(zip(*found, strict=True)):
         assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max(), place
