@@ -10,9 +10,9 @@ import sys
 import time
 from unittest import mock
 
+import delta
 import torch
 
-import delta
 import states
 from octavo.ops.compile import side_by_side
 from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step
@@ -21,7 +21,8 @@ from octavo.states import delta_gpu
 BEGAN = time.time()
 DRY = "--dry" in sys.argv
 BEGINS = (62, 126, 190) if DRY else (1, 15, 30, 47, 62, 63, 64, 79, 126, 130, 190, 200)
-COPIED = {"all": (delta_step, delta_prompts, delta_prepare), "prompts alone": (delta_prompts,), "steps alone": (delta_step,)}
+COPIED = {"all": (delta_step, delta_prompts, delta_prepare), "prompts alone": (delta_prompts,)}
+COPIED["steps alone"] = (delta_step,)
 
 
 @contextlib.contextmanager
@@ -74,6 +75,7 @@ def kept(rows):
 
 
 def items(store, table, row, entries, offsets):
+    """[entries, numbers] of a row."""
     block, part, line = store.places(table, torch.full_like(entries, row), entries, offsets)
     return store.data[block, part, line].reshape(len(entries), -1).contiguous()
 
@@ -103,19 +105,20 @@ def said_of(which, found, expected):
         if not tokens:
             continue
         end, chunk = found.computed[row], found.own.chunk
-        first_open, first_read = end // chunk * chunk, max(end - chunk + 1, 0) // chunk * chunk  # fewer drafts than that
+        first_open = end // chunk * chunk
+        first_read = max(end - chunk + 1, 0) // chunk * chunk  # drafts of two steps are fewer
         again = [each for each in tokens if name == "state" or each >= first_read]
         read += len(again)
         at = tokens[0]
         place = int((values[at] != those[name, row][at]).nonzero()[0])
         lines.append(
-            f"  {name} of row {row}, which has {end} tokens: {'states' if name == 'state' else 'tokens'} {spans(tokens)}, "
+            f"  {name} of row {row}, which has {end} tokens: {spans(tokens)}, "
             f"open chunk from {first_open} on, READ AGAIN {spans(again) or 'none'}; at {at}, {place}: "
             f"Triton's {values[at, place]:.4g}, CUDA C++'s {those[name, row][at, place]:.4g}"
         )
     same = all(map(torch.equal, found.results, expected.results))
     print(
-        f"[{time.time() - BEGAN:.0f}s] {which}: results {'same' if same else 'OTHER'}; {all_bytes} bytes of what is kept "
+        f"[{time.time() - BEGAN:.0f}s] {which}: results {'same' if same else 'OTHER'}; {all_bytes} bytes of the pool "
         f"differ, {all_bytes - named} of them named by no table; {len(lines)} tensors of rows, {read} items read again"
     )
     for line in lines[: 12 if which == "all" else 0]:

@@ -221,7 +221,7 @@ def decode(name: str, num_rows: int, computed: int, layers: int = 1) -> str:
 
 
 def prefill(name: str, num_rows: int, count: int) -> str:
-    """Whole prompts, of one layer in a graph, and as one of four one behind the other, whose share of the bytes it says."""
+    """Whole prompts, of one layer in a graph, and as one of four: of these the share of the bytes."""
     us, parts = timed(name, [count] * num_rows, 0)
     of_four, _ = timed(name, [count] * num_rows, 0, layers=4)
     limit = prompt_limit(name, num_rows, count, of_four)
