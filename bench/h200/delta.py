@@ -150,7 +150,7 @@ def walking(groups: int, resident: int) -> Iterator[None]:
 
 
 def walk_steps(counts: Sequence[int]) -> str:
-    """Microseconds of prompts by `WALKING`, alone and as one of four layers, and whether all that is kept is the same."""
+    """Microseconds of prompts by `WALKING`, alone and as one of four layers, and whether what is kept is the same."""
     found, expected = list[str](), list[torch.Tensor]()
     for groups, resident in WALKING:
         with walking(groups, resident):

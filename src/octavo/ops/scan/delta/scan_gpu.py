@@ -271,8 +271,7 @@ def delta_scan(
         m, f, t = of_blocks(before, factor, inverse, line, is_made, here, place, CHUNK)
         if not ADVANCE:
             state = tl.load(source, mask=is_there, other=0.0).to(tl.float32)
-        rounded = state.to(kind)
-        begun = tl.exp(own)[:, None]
+        rounded, begun = state.to(kind), tl.exp(own)[:, None]
         right = beta * (v.to(tl.float32) - begun * tl.dot(k, rounded, input_precision=PRECISION))
         right = tl.where((at < end)[:, None], right, 0.0)
         u_all = substitute(right, m, t, u_all, begin, known, CHUNK, TILE, PRECISION)
