@@ -150,7 +150,7 @@ def walking(groups: int, resident: int) -> Iterator[None]:
 
 
 def walk_steps(counts: Sequence[int]) -> str:
-    """Microseconds of prompts by `WALKING`, and whether results and all that is kept are the same."""
+    """Microseconds of prompts by `WALKING`, alone and as one of four layers, and whether what is kept is the same."""
     found, expected = list[str](), list[torch.Tensor]()
     for groups, resident in WALKING:
         with walking(groups, resident):
@@ -158,8 +158,10 @@ def walk_steps(counts: Sequence[int]) -> str:
             expected = expected or made
             same = states.is_same(made, expected)
             us, parts = states.timed("delta", counts, 0)
-        limit = states.prompt_limit("delta", len(counts), counts[0], us)
-        found.append(f"{groups} groups, {resident} blocks: {us:.0f}{same} [{states.shown(parts)}], {limit}")
+            of_four, _ = states.timed("delta", counts, 0, layers=4)
+        limit = states.prompt_limit("delta", len(counts), counts[0], of_four)
+        said = f"{us:.0f} and {of_four:.0f}{same} [{states.shown(parts)}], {limit}"
+        found.append(f"{groups} groups, {resident} blocks: {said}")
     return "us by\n      " + "\n      ".join(found)
 
 

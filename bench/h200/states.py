@@ -221,9 +221,11 @@ def decode(name: str, num_rows: int, computed: int, layers: int = 1) -> str:
 
 
 def prefill(name: str, num_rows: int, count: int) -> str:
-    """Whole prompts."""
+    """Whole prompts, of one layer in a graph, and as one of four: of these the share of the bytes."""
     us, parts = timed(name, [count] * num_rows, 0)
-    return f"{us:8.0f} us, {prompt_limit(name, num_rows, count, us)} [{shown(parts)}]"
+    of_four, _ = timed(name, [count] * num_rows, 0, layers=4)
+    limit = prompt_limit(name, num_rows, count, of_four)
+    return f"{us:8.0f} us, as one of four {of_four:.0f}, {limit} [{shown(parts)}]"
 
 
 def prompt_limit(name: str, num_rows: int, count: int, us: float) -> str:

@@ -371,21 +371,24 @@ def one_kernel_decodes(heads: tuple[int, int], begins: Sequence[int], steps: int
 def prompts_in_cuda(groups: int, *kernels: ModuleType) -> None:
     """The delta rule's, lanes on a CPU, beside Triton's: from a state on over chunks, within a block, an open chunk."""
     case = rig.CASES["delta"](torch.float16, 1, 2, 128, 128)
-    drawn = rig.draw_all(case, (295, 70, 121))
-    found = []
+    drawn = rig.draw_all(case, (295, 70, 139))
+    found, kept = [], []
     for copied in ((), kernels):
         own = unittest.mock.patch.multiple(delta_gpu, _COPIED=copied)
         with own, emulated(3, groups=groups) as launches:
             rows = rig.Rows(case, GpuStates(), drawn, block_size=64)
-            rows.compute({1: 70, 0: 64, 2: 21})
+            rows.compute({1: 70, 0: 64, 2: 62})
             rows.padded = 1
-            rows.compute({2: 99, 0: 230})
+            rows.compute({2: 76, 0: 230})
             rows.compute({0: 1, 2: 1})  # by what is kept
         assert launches == [each.__name__.rpartition(".")[2] for each in copied] * 2
         stores = [rows.own.states[0], *rows.own.kept_inputs[4:]]
+        blocks = rows.own.input_table.long()
+        kept.append([store.data[blocks].isnan() for store in rows.own.kept_inputs])
         found.append([*rows.results, *(store.data.float().nan_to_num(0, 0, 0).clamp(-99, 99) for store in stores)])
     for place, (one, other) in enumerate(zip(*found, strict=True)):
         assert (one.float() - other.float()).abs().max() <= 1e-3 * other.float().abs().max(), place
+    assert all(map(torch.equal, *kept)), "the same tokens' inputs are kept"
 
 
 def delta_beside_prompts(*kernels: ModuleType) -> None:

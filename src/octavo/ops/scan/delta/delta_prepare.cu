@@ -1,23 +1,20 @@
 // The gated delta rule over prompts: all of a chunk that needs no state. Told of by delta_prepare.py.
 //
 // A block has a chunk of a row and a head of its keys, with those of the values that share it. It norms the step's q and
-// k, sums gates, and makes M, T and the factors of o; of the chunk's tokens before the step it reads what was kept. Of
-// its eight warps four have 16 tokens each of M and T, four of the factors of o, in the other order, so that each quarter
-// of a processor has as much to do as the others.
+// k, sums gates, and makes M, T and the factors of o; of the chunk's tokens before the step it reads what was kept. M and
+// the factors come of ten squares of 16 by 16 tokens, both of a square's by the same warp, which then has one part of the
+// keys in registers for both products, and one exponential for both factors.
 //
 // Invariant: the operations on a number are those of `normalize_keys`, `scan_gates` and `delta_chunks`, in the same
 // order. Nothing is written that `delta_prompts` does not read.
 
 #define THREADS 256
 #define WARPS 8
-#define PITCH 272
+#define PITCH 256
 #define QUERIES (CHUNK * PITCH)
-#define ROOMS (2 * CHUNK * PITCH)  // of a warp that makes M: 16 lines, to be written whole; factors take the queries' place
-#define ROOM_PITCH 144
-#define TRIANGLES (ROOMS + WARPS / 2 * 16 * ROOM_PITCH)
+#define TRIANGLES (2 * CHUNK * PITCH)
 #define SUMS (TRIANGLES + PER * 4 * 1024)
 #define RATES (SUMS + PER * CHUNK * 4)
-
 
 struct Told {
     const u16 *qkv, *a, *b;
@@ -110,7 +107,7 @@ __device__ inline void norm(const Told& told, const Part& part, Given& given, u3
     if (lane < 16) factor = times(factor, told.scale);
     i64 goal = (part.fresh(part.begin + warp) * KEY_HEADS + part.key_head) * SIZE + lane % 16 * 8;
     u64 first = (u64)((lane < 16 ? told.query : told.key) + goal);
-    u32 to = base + (lane < 16 ? QUERIES : 0) + warp * PITCH + lane % 16 * 16;
+    u32 to = base + (lane < 16 ? QUERIES : 0) + warp * PITCH + (lane % 16 ^ warp) * 16;
 #pragma unroll
     for (int i = 0; i < CHUNK / WARPS; ++i) {
         float own = number(from_lane(bits_of(factor), lane / 16 * 16 + 2 * i));
@@ -118,7 +115,7 @@ __device__ inline void norm(const Told& told, const Part& part, Given& given, u3
             given[i] = scaled(given[i], own);
             write(first + i * WARPS * KEY_HEADS * SIZE * 2, given[i]);
         }
-        put4(to + i * WARPS * PITCH, given[i]);
+        put4((to ^ i % 2 * 32) + i * WARPS * PITCH, given[i]);
     }
 }
 
@@ -184,109 +181,115 @@ __device__ inline void invert(u32 triangle, float* goal) {
     }
 }
 
-// Of 16 tokens and each head the factors of o, or M, and what T is made of: all that comes of products `alike`.
-template <bool IS_FACTOR>
-__device__ inline void scale(const Told& told, const Part& part, u32 base, int block, const float (&alike)[8][4], u32 lane) {
-    int first = block * 16, last = min(part.end - part.begin - first, 16);  // tokens that there are
-    constexpr u32 pitch = IS_FACTOR ? PITCH : ROOM_PITCH;
-    u32 room = base + (IS_FACTOR ? QUERIES + first * PITCH : ROOMS + block * 16 * ROOM_PITCH);
-    i64 line = ((i64)(part.first_block + block) * HEADS + part.key_head * PER) * 16;
-#pragma unroll 1
-    for (int head = 0; head < PER; ++head, line += 16) {
-        u32 sums = base + SUMS + head * CHUNK * 4, rates = base + RATES + head * CHUNK * 4;
-        u32 triangle = base + TRIANGLES + (head * 4 + block) * 1024;
-        float own[2], rate[2];
+// Of 16 tokens, beside 16 that are not behind them, the products of keys and of queries with keys: a lane has four
+// neighbouring columns of two lines, for which column n of product j is token 4 (n / 2) + 2 j + n % 2. Parts of 16 bytes
+// lie by exclusive or: neither of lines that follow one another nor of such columns do two meet in a bank.
+__device__ inline void compare(float (&of_key)[2][4], float (&of_query)[2][4], u32 own, u32 key) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            own[half] = number(get(sums + (first + lane / 4 + half * 8) * 4));
-            if (!IS_FACTOR) rate[half] = number(get(rates + (first + lane / 4 + half * 8) * 4));
+    for (int step = 0; step < 8; ++step) {
+        Four column = square(key ^ step * 32), line = square(own ^ step * 32), asked = square((own ^ step * 32) + QUERIES);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            multiply(of_key[j], line, Two{{column.x[2 * j], column.x[2 * j + 1]}});
+            multiply(of_query[j], asked, Two{{column.x[2 * j], column.x[2 * j + 1]}});
         }
-        int row = lane / 4, column = lane % 4 * 2;
-        hold(row), hold(column);  // or all that is compared below would be kept in bits
-        warp_together();  // the room is free
+    }
+}
+
+// Of a head the factors of o and M, or what T is made of: of 16 tokens by 16, all that comes of their products. own, rate:
+// of a lane's two lines; then: sums of its columns; last: lines that there are; triangle: where T's goes, 0 off the
+// diagonal; before, factor: where the lane's parts of M and of the factors go.
+__device__ inline void scale(const float (&of_key)[2][4], const float (&of_query)[2][4], const float (&own)[2],
+                             const float (&rate)[2], const Four& then, int last, u32 triangle, u64 before, u64 factor, u32 lane) {
 #pragma unroll
-        for (int tile = 0; tile < 8; ++tile) {
-            if (tile / 2 > block) continue;
-            Two then = get2(sums + tile * 32 + column * 4);
-            float scaled[4];
+    for (int half = 0; half < 2; ++half) {
+        int row = lane / 4 + half * 8, column = lane % 4 * 4;
+        float m[4], f[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float left = exponential(less(own[half], number(then.x[i])));
+            m[i] = times(times(rate[half], left), of_key[i / 2][half * 2 + i % 2]);
+            f[i] = times(left, of_query[i / 2][half * 2 + i % 2]);
+        }
+        if (triangle || last < 16) {
+            int seen = row >= last ? 0 : triangle ? row - column : 4;  // columns before the line's own
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                float left = exponential(less(own[i / 2], number(then.x[i % 2])));
-                if (!IS_FACTOR) left = times(rate[i / 2], left);
-                scaled[i] = times(left, alike[tile][i]);
-            }
-            if (tile / 2 == block)
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (row + i / 2 * 8 < column + tile % 2 * 8 + i % 2 + !IS_FACTOR) scaled[i] = 0.0f;
-            if (last < 16)
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    if (row + i / 2 * 8 >= last) scaled[i] = 0.0f;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                if (!IS_FACTOR && tile / 2 == block) {
-                    u32 at = triangle + (row + half * 8) * 64 + tile % 2 * 32 + column * 4;
-                    put(at, bits_of(scaled[2 * half]));
-                    put(at + 4, bits_of(scaled[2 * half + 1]));
-                } else {
-                    put(room + (row + half * 8) * pitch + tile * 16 + column * 2, pack(scaled[2 * half], scaled[2 * half + 1]));
-                }
+                if (i >= seen) m[i] = 0.0f;
+                if (row >= last || (triangle && i > seen)) f[i] = 0.0f;
             }
         }
-        warp_together();
-        u64 goal = (u64)((IS_FACTOR ? told.factor : told.before) + (line + lane / 8) * CHUNK + lane % 8 * 8);
-        u32 from = room + lane / 8 * pitch + lane % 8 * 16;
-        if (lane % 8 / 2 < block + IS_FACTOR)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) write(goal + i * 4 * CHUNK * 2, get4(from + i * 4 * pitch));
+        if (triangle) put4(triangle + row * 64 + column * 4, Four{{bits_of(m[0]), bits_of(m[1]), bits_of(m[2]), bits_of(m[3])}});
+        else write2(before + half * 8 * CHUNK * 2, Two{{pack(m[0], m[1]), pack(m[2], m[3])}});
+        write2(factor + half * 8 * CHUNK * 2, Two{{pack(f[0], f[1]), pack(f[2], f[3])}});
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_prepare(const __grid_constant__ Told told) {
-    wait_for_before();
-    let_next_begin();
     constexpr Form totals{TOTAL_FORM};
-    extern __shared__ __align__(128) unsigned char memory[];
-    u32 base = (u32)__cvta_generic_to_shared(memory), warp = thread() / 32, lane = thread() % 32;
+    extern __shared__ __align__(256) unsigned char memory[];
+    u32 base = (u32)__cvta_generic_to_shared(memory), lane = thread() % 32, warp = from_lane(thread() / 32, 0);
+    wait_for_before();  // the rows ahead may be counted by the kernel before
+    let_next_begin();
     Part part = part_of(told);
     if (part.begin >= part.end || part.computed < 0 || part.computed >= part.end) return;
     bool keeps = part.begin >= (part.end - 1) / CHUNK * CHUNK - CHUNK;  // chunks before are kept by no table
-    Given given;
-    ask(told, part, given, warp, lane);
-    gate(told, part, base, keeps);
-    norm(told, part, given, base, warp, lane);
+    {
+        Given given;
+        ask(told, part, given, warp, lane);
+        gate(told, part, base, keeps);
+        norm(told, part, given, base, warp, lane);
+    }
     together();
     if (thread() < PER) sum_up(part, base + SUMS + thread() * CHUNK * 4);
     warp_together();
-    bool is_factor = warp >= 4;
-    int block = is_factor ? 7 - warp : warp, first = block * 16;  // of 16 tokens, and its first one within the chunk
-    bool is_made = part.begin + first >= part.computed / 16 * 16 && part.begin + first < part.end;
-    float alike[8][4] = {};
-#pragma unroll
-    for (int step = 0; step < 8; ++step) {
-        Four own = square(base + is_factor * QUERIES + (first + lane % 16) * PITCH + lane / 16 * 16 + step * 32);
-#pragma unroll
-        for (int other = 0; other < 4; ++other) {
-            if (other > block) continue;
-            Four key = columns(base + other * 16 * PITCH + step * 32, PITCH, lane);
-            multiply(alike[2 * other], own, Two{{key.x[0], key.x[1]}});
-            multiply(alike[2 * other + 1], own, Two{{key.x[2], key.x[3]}});
+    // Of ten squares of 16 by 16 tokens four warps have one of the diagonal, and T; four have one off it, and half the
+    // heads of another.
+    bool is_diagonal = warp >= 4;
+    int own = warp % 4, block = is_diagonal ? own : 1 + (own + 1) / 2, other = is_diagonal ? own : own == 2, head = 0, by = 1;
+    u32 line = lane % 16, own_at = base + line * PITCH + (lane / 16 ^ line % 8 ^ line / 8 * 2) * 16;
+    line = lane % 8 / 2 * 4 + lane / 16 * 2 + lane % 2;
+    u32 key_at = base + line * PITCH + (lane / 8 % 2 ^ line % 8 ^ line / 8 * 2) * 16;
+#pragma unroll 1
+    for (int turn = 0; turn < 2; ++turn) {
+        int first = block * 16, last = min(part.end - part.begin - first, 16);  // tokens that there are
+        bool is_made = last > 0 && part.begin + first >= part.computed / 16 * 16;
+        float of_key[2][4] = {}, of_query[2][4] = {};
+        compare(of_key, of_query, own_at + first * PITCH, key_at + other * 16 * PITCH);
+        if (turn == 0) {
+            together();  // sums are there
+            if (thread() < PER * CHUNK && part.is_new(part.begin + thread() % CHUNK)) {
+                int at = part.begin + thread() % CHUNK, head = part.key_head * PER + thread() / CHUNK, held;
+                float sum = number(get(base + SUMS + thread() * 4));
+                told.total[part.fresh(at) * HEADS + head] = sum;
+                u64 goal = keeps ? kept_at(told, part, at, totals, held) : 0;
+                if (keeps && held > 0) told.total_kept[goal + head] = sum;
+            }
+            warp_together();
         }
+        i64 made = ((i64)(part.first_block + block) * HEADS + part.key_head * PER) * 16;
+        i64 goal = ((made + head * 16 + lane / 4) * CHUNK + other * 16 + lane % 4 * 4) * 2;
+        u32 sums = base + SUMS + head * CHUNK * 4, triangle = is_diagonal ? base + TRIANGLES + (head * 4 + block) * 1024 : 0;
+        if (is_made)
+#pragma unroll 1
+            for (; head < PER; head += by, goal += by * 16 * CHUNK * 2, sums += by * CHUNK * 4) {
+                float own_sum[2], rate[2];
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    own_sum[half] = number(get(sums + (first + lane / 4 + half * 8) * 4));
+                    rate[half] = number(get(sums + RATES - SUMS + (first + lane / 4 + half * 8) * 4));
+                }
+                Four then = get4(sums + other * 64 + lane % 4 * 16);
+                scale(of_key, of_query, own_sum, rate, then, last, triangle, (u64)told.before + goal, (u64)told.factor + goal, lane);
+                if (is_diagonal) triangle += 4 * 1024;
+            }
+        if (is_diagonal) {
+            if (!is_made) return;
+            warp_together();
+            for (int head = lane / 16; head < PER; head += 2)
+                invert(base + TRIANGLES + (head * 4 + block) * 1024, told.inverse + (made + head * 16) * 16);
+        }
+        if (is_diagonal || own % 2 >= PER) return;
+        block = 3, other = 1 + own / 2, head = own % 2, by = 2;
     }
-    together();  // sums are there
-    if (thread() < PER * CHUNK && part.is_new(part.begin + thread() % CHUNK)) {
-        int at = part.begin + thread() % CHUNK, head = part.key_head * PER + thread() / CHUNK, held;
-        float sum = number(get(base + SUMS + thread() * 4));
-        told.total[part.fresh(at) * HEADS + head] = sum;
-        u64 goal = keeps ? kept_at(told, part, at, totals, held) : 0;
-        if (keeps && held > 0) told.total_kept[goal + head] = sum;
-    }
-    if (!is_made) return;
-    if (is_factor) scale<true>(told, part, base, block, alike, lane);
-    else scale<false>(told, part, base, block, alike, lane);
-    if (is_factor) return;
-    i64 made = ((i64)(part.first_block + block) * HEADS + part.key_head * PER) * 256;
-    for (int head = lane / 16; head < PER; head += 2)
-        invert(base + TRIANGLES + (head * 4 + block) * 1024, told.inverse + made + head * 256);
 }

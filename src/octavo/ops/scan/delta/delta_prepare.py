@@ -37,8 +37,8 @@ def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form], dtype
 
 
 def shared_bytes(own: dict[str, int | str]) -> int:
-    """Of a block: keys and queries, rooms of four warps, and of each head triangles, sums and rates."""
-    return 2 * 64 * 272 + 4 * 16 * 144 + int(own["PER"]) * (4 * 1024 + 2 * 64 * 4)
+    """Of a block: keys and queries, and of each head triangles, sums and rates."""
+    return 2 * 64 * 256 + int(own["PER"]) * (4 * 1024 + 2 * 64 * 4)
 
 
 def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:

@@ -131,17 +131,12 @@ __device__ inline void find(const Told& told, int task, u32 places, u32 lane) {
         if (turn * 32 + lane < 88) tell(turn * 32 + lane, places, told, row, sought[turn], held[turn]);
 }
 
-// Bring what all warps share of a task, and keep what the token brings to it: its key, sums and rates.
-__device__ inline void bring(const Told& told, int task, u32 to, u32 lane) {
+// Ask for what all warps share of a task and earlier steps kept: the chunk's keys, sums and rates before the token.
+__device__ inline void bring_kept(const Told& told, const Row& row, int task, u32 to, u32 lane) {
     constexpr Form keys{KEY_FORM}, totals{TOTAL_FORM}, rates{RATE_FORM};
-    Row row = row_of(told, task);
     if (!row.is_there()) return;
     int last = row.last(), border = last / CHUNK * CHUNK, begin = last / 16 * 16, key_head = task % KEY_HEADS;
-    int first_head = key_head * PER, own_head = first_head + (int)(lane % PER);
-    const u16* own = told.qkv + row.token * told.qkv_row + key_head * SIZE + lane % 16 * 8;
-    Four given = read((u64)(lane < 16 ? own : own + KEY_HEADS * SIZE));
-    float x = widened(told.a[row.token * told.a_row + own_head]), y = widened(told.b[row.token * told.b_row + own_head]);
-    float bias = told.dt_bias[own_head], decay = told.decay[own_head];
+    int first_head = key_head * PER;
     u64 nowhere = (u64)told.state, key_at[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // tokens `lane` and 32 + `lane`, and sums of the chunk
@@ -168,10 +163,22 @@ __device__ inline void bring(const Told& told, int task, u32 to, u32 lane) {
         u64 from = from_lane((u32)at, token % 32) | (u64)from_lane((u32)(at >> 32), token % 32) << 32;
         copy16(to + token * PITCH + lane % 16 * 16, from ? from + lane % 16 * 16 : nowhere, from ? 16 : 0);
     }
+    commit();
+}
+
+// Put what the token brings beside it, when that is there, and keep it: its key, sums and rates.
+__device__ inline void bring_own(const Told& told, const Row& row, int task, u32 to, u32 lane) {
+    constexpr Form keys{KEY_FORM}, totals{TOTAL_FORM}, rates{RATE_FORM};
+    if (!row.is_there()) return;
+    int last = row.last(), border = last / CHUNK * CHUNK, key_head = task % KEY_HEADS;
+    int own_head = key_head * PER + (int)(lane % PER);
+    const u16* own = told.qkv + row.token * told.qkv_row + key_head * SIZE + lane % 16 * 8;
+    float bias = told.dt_bias[own_head], decay = told.decay[own_head];
     Sought key_goal = seek_token(told, row, last, keys), total_goal = seek_token(told, row, last, totals);
     Sought rate_goal = seek_token(told, row, last, rates);
     int key_block = *key_goal.entry, total_block = *total_goal.entry, rate_block = *rate_goal.entry;
-    commit();
+    Four given = read((u64)(lane < 16 ? own : own + KEY_HEADS * SIZE));
+    float x = widened(told.a[row.token * told.a_row + own_head]), y = widened(told.b[row.token * told.b_row + own_head]);
     Four of_token = normed(given, told.scale, lane);
     arrived<0>();
     warp_together();

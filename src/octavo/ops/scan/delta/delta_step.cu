@@ -95,7 +95,7 @@ __device__ inline void compare(int tile, u32 brought, u32 made, int last, u32 la
     }
     int column = tile * 8 + lane % 4 * 2;
     bool is_m = column < begin;
-#pragma unroll
+#pragma unroll 1
     for (int head = 0; head < PER; ++head) {
         u32 sums = brought + SUMS + head * 256, of_head = made + head * MADE_BYTES;
         float own = number(get(sums + last * 4)), then[2] = {number(get(sums + column * 4)), number(get(sums + column * 4 + 4))};
@@ -137,8 +137,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
     if (warp == WARPS) {
         find(told, task, base + PLACES_AT, lane);
         together();
+        // Read before the wait, as states and tables are: what earlier passes kept of a row that decodes no kernel of this
+        // pass writes but this one, and none of theirs still runs, nor a copy of blocks or a load, since a pass begins with
+        // a kernel that waits for all ahead of it before it lets the next begin (see `octavo.ops.compile.launch`).
+        Row row = row_of(told, task);
+        bring_kept(told, row, task, base + BROUGHT_AT, lane);
         wait_for_before();
-        bring(told, task, base + BROUGHT_AT, lane);
+        bring_own(told, row, task, base + BROUGHT_AT, lane);
         for (int round = 0; task < tasks; ++round, task += by) {
             together();
             int here = (int)(get(base + PLACES_AT + round % 2 * PLACES_BYTES + LAST) % 16);
@@ -147,7 +152,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
             for (int head = lane / 16; head < PER; head += 2) invert(head, made, here, lane);
             warp_together();
             tell_some(2, THREADS);
-            bring(told, task + by, base + BROUGHT_AT + (round + 1) % 2 * BROUGHT_BYTES, lane);
+            row = row_of(told, task + by);
+            bring_kept(told, row, task + by, base + BROUGHT_AT + (round + 1) % 2 * BROUGHT_BYTES, lane);
+            bring_own(told, row, task + by, base + BROUGHT_AT + (round + 1) % 2 * BROUGHT_BYTES, lane);
             warp_together();
         }
         return;
@@ -167,8 +174,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
         u32 brought = base + BROUGHT_AT + round % 2 * BROUGHT_BYTES;
         u32 next_channels = (((task + by) % KEY_HEADS * PER + own_head) * SIZE + warp % 4 * 32) * 2;
         int last = (int)(get(now.places + LAST) % CHUNK), here = last % 16, blocks = last / 16;
-        for (int tile = warp; tile < 2 * blocks + 2; tile += WARPS) compare(tile, brought, made, last, lane);
-        tell_some(1, THREADS);
         u32 square_at = brought + (last / 16 * 16 + lane % 16) * PITCH + lane / 16 * 16;
         float of_key[4][4] = {}, of_query[4][4] = {};
         u32 slot;
@@ -195,6 +200,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) delta_step(const
                              pack(number(state[2].x[j]), number(state[3].x[j]))}};
                 multiply(of_query[j], query, rounded);
                 multiply(of_key[j], key, rounded);
+            }
+            if (step == DEPTH - 2) {  // behind what came ahead, so that the ring goes on meanwhile
+                for (int tile = warp; tile < 2 * blocks + 2; tile += WARPS) compare(tile, brought, made, last, lane);
+                tell_some(1, THREADS);
             }
         }
         u32 sums = brought + SUMS + own_head * 256, rates = brought + RATES + own_head * 64;

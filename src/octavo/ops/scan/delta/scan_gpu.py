@@ -271,8 +271,7 @@ def delta_scan(
         m, f, t = of_blocks(before, factor, inverse, line, is_made, here, place, CHUNK)
         if not ADVANCE:
             state = tl.load(source, mask=is_there, other=0.0).to(tl.float32)
-        rounded = state.to(kind)
-        begun = tl.exp(own)[:, None]
+        rounded, begun = state.to(kind), tl.exp(own)[:, None]
         right = beta * (v.to(tl.float32) - begun * tl.dot(k, rounded, input_precision=PRECISION))
         right = tl.where((at < end)[:, None], right, 0.0)
         u_all = substitute(right, m, t, u_all, begin, known, CHUNK, TILE, PRECISION)
@@ -281,13 +280,14 @@ def delta_scan(
         mask = is_new[:, None] & inside[None, :]
         target = ((fresh * HEADS + head) * VALUE_SIZE)[:, None] + channel[None, :]
         tl.store(out + target, result.to(out.dtype.element_ty), mask=mask)
-        if begin + 2 * CHUNK > end:  # chunks before are kept by no table
+        keeps = begin >= (end - 1) // CHUNK * CHUNK - CHUNK  # chunks before are kept by no table
+        if keeps:
             keep(values, of_row, at, head, channel, v, mask, VALUE_FORM, VALUE_SIZE)
             shared = is_new[:, None] & within[None, :] & keeps_key
             keep(keys, of_row, at, key_head, width, k, shared, KEY_FORM, KEY_SIZE)
         after, first = begin + 16, begin // CHUNK * CHUNK
         chunk = first + place
-        if ((after % CHUNK == 0) | (after >= end)) & (begin + 2 * CHUNK > end):
+        if ((after % CHUNK == 0) | (after >= end)) & keeps:
             stored = ((chunk >= computed) & (chunk < end))[:, None] & inside[None, :]
             keep(updates, of_row, chunk, head, channel, u_all, stored, UPDATE_FORM, VALUE_SIZE)
         if ADVANCE & (after % CHUNK == 0) & (after <= end):
