@@ -98,7 +98,7 @@ def stepped(name: str) -> list[torch.Tensor]:
     from octavo.states.gpu import GpuStates
 
     case = gpu_states_rig.MAKERS["delta"](DTYPE, *states.sizes_of("delta"))
-    gpu_states_rig.move(case, states.DEVICE)
+    state_rig.move(case, states.DEVICE)
     begins = (1, 15) if DRY else (1, 15, 30, 47, 62, 63, 64, 79, 126, 130, 190, 200)
     rows = state_rig.Rows(
         case, GpuStates(), state_rig.draw_all(case, [each + 5 for each in begins]), device=states.DEVICE, block_size=64

@@ -226,7 +226,8 @@ def decoding(num_rows: int, computed: int) -> str:
 
 def by_triton() -> contextlib.ExitStack:
     """Within, rows decode by Triton's kernels."""
-    from octavo.states import conv_decode, mamba2_decode
+    from octavo.states import conv_decode
+    from octavo.states.mamba2 import mamba2_decode
 
     stack = contextlib.ExitStack()
     for module in (conv_decode, mamba2_decode):
@@ -239,7 +240,8 @@ def in_cuda(name: str, num_rows: int, computed: Sequence[int]) -> str:
 
     computed: tokens of the rows, in turn.
     """
-    from octavo.states import conv_decode, mamba2_decode
+    from octavo.states import conv_decode
+    from octavo.states.mamba2 import mamba2_decode
 
     run, rows = states.operator(name, [1] * num_rows, max(computed))
     torch.manual_seed(0)

@@ -79,7 +79,7 @@ def bits(name: str, dtype: torch.dtype) -> str:
     from octavo.states.gpu import GpuStates
 
     case = gpu_states_rig.MAKERS[name](dtype, *sizes_of(name))
-    gpu_states_rig.move(case, DEVICE)
+    state_rig.move(case, DEVICE)
     lengths = (70, 33) if DRY else (130, 200, 64, 65, 15)
     drawn, backend = state_rig.draw_all(case, lengths), GpuStates()
     expected = state_rig.alone(case, backend, drawn, device=DEVICE, block_size=64)
@@ -117,7 +117,7 @@ def operator(
     from octavo.states.gpu import GpuStates
 
     case = gpu_states_rig.MAKERS[name](BF16, *sizes_of(name))
-    gpu_states_rig.move(case, DEVICE)
+    state_rig.move(case, DEVICE)
     one = [each[:1] for each in case.draw(torch.Generator().manual_seed(0), 1)]
     drawn = [tuple(each.expand(computed + counts[0], *each.shape[1:]) for each in one)] * len(counts)
     rows = state_rig.Rows(case, GpuStates(), drawn, device=DEVICE, block_size=64)
@@ -253,7 +253,8 @@ def advances(counts: Sequence[int]) -> str:
 
     That is the kernel in CUDA C++, or Triton's, by (channels, warps) of a program.
     """
-    from octavo.states import gpu, mamba2_advance
+    from octavo.states import gpu
+    from octavo.states.mamba2 import mamba2_advance
 
     tile, found = gpu._MAMBA2_TILES[gpu._ADVANCING], list[str]()
     for copied, own in ((True, tile), (False, tile), (False, (64, 8))):
@@ -320,9 +321,14 @@ def is_same(found: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> st
 
 
 def walks(counts: Sequence[int]) -> str:
-    """Microseconds of Mamba-2's prompts: (channels, warps, stages, registers) of a walk, and without walks."""
-    from octavo.states import gpu
+    """Microseconds of Mamba-2's prompts: (channels, warps, stages, registers) of a walk, and without walks.
 
+    By Triton's kernels.
+    """
+    from octavo.states import gpu
+    from octavo.states.mamba2 import mamba2_prompts
+
+    mamba2_prompts._COPIED, copied = False, mamba2_prompts._COPIED
     before = (gpu._WALK_STAGES, gpu._WALK_REGISTERS, gpu._WALKED, gpu._MAMBA2_TILES[gpu._WALKING])
     found, expected = [f"no states kept {timed('mamba2', counts, 0, keeps=False)[0]:.0f}"], made("mamba2", counts)
     for wide, warps, stages, most in (
@@ -345,6 +351,7 @@ def walks(counts: Sequence[int]) -> str:
     same = is_same(made("mamba2", counts)[:1], expected[:1])  # it keeps a chunk of inputs less
     found.append(f"none {timed('mamba2', counts, 0)[0]:.0f}{same}")
     gpu._WALK_STAGES, gpu._WALK_REGISTERS, gpu._WALKED, gpu._MAMBA2_TILES[gpu._WALKING] = before
+    mamba2_prompts._COPIED = copied
     return f"us: {', '.join(found)}"
 
 

@@ -32,6 +32,7 @@ import gpu_rig
 import gpu_states_rig
 import inputs_rig
 import latent_rig
+import mamba2_rig
 import matmul_rig
 import moe_rig
 import paged_rig
@@ -47,7 +48,7 @@ from octavo.ops.gemm.gpu import linear, tile_for
 from octavo.ops.sampling import fused_lm_head_sampling
 from octavo.ops.scan import conv_decode
 from octavo.ops.scan.delta import delta_prompts, delta_step
-from octavo.ops.scan.mamba2 import mamba2_advance, mamba2_decode
+from octavo.ops.scan.mamba2 import mamba2_advance, mamba2_decode, mamba2_prompts
 from octavo.states import delta_gpu
 
 CUDA = torch.device("cuda")
@@ -116,7 +117,7 @@ def _on_hopper(processors: int) -> Iterator[None]:
     if torch.cuda.get_device_capability()[0] != 9:
         raise unittest.SkipTest("needs a Hopper GPU")
     with contextlib.ExitStack() as stack:
-        for kernel in (delta_step, delta_prompts, mamba2_advance, mamba2_decode, conv_decode):
+        for kernel in (delta_step, delta_prompts, mamba2_advance, mamba2_decode, mamba2_prompts, conv_decode):
             stack.enter_context(mock.patch.object(kernel, "processors", lambda device: processors))
         yield
 
@@ -130,11 +131,12 @@ def _deltas_in_cuda() -> None:
 
 
 def _mamba2_in_cuda() -> None:
-    """Rows that decode, and states behind them; and their convolution."""
+    """Rows that decode, states behind them, and prompts; and the convolution of rows that decode."""
     for processors in (132, 3):
         with _on_hopper(processors):
-            gpu_states_rig.advanced_in_cuda("cuda")
-            gpu_states_rig.decoded_in_cuda("cuda")
+            mamba2_rig.advanced_in_cuda("cuda")
+            mamba2_rig.decoded_in_cuda("cuda")
+            mamba2_rig.walked_in_cuda("cuda")
             gpu_states_rig.convolved_in_cuda("cuda")
 
 

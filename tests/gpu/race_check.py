@@ -59,7 +59,7 @@ extern "C" __global__ void hands_over(int* out) { run(out, true); }
 extern "C" __global__ void forgets_to_wait(int* out) { run(out, false); }
 """
 
-ONE_ARRIVES = ("ops/scan/mamba2/mamba2_decode.cu",)
+ONE_ARRIVES = ("ops/scan/mamba2/mamba2_decode.cu", "ops/scan/mamba2/mamba2_prompts.cu")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

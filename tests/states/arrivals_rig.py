@@ -13,11 +13,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
 
 import emulated
-import gpu_states_rig
+import mamba2_rig
 import race_check
 
 CHECKS: dict[str, Callable[[], None]] = {
-    "mamba2_decode": functools.partial(gpu_states_rig.decoded_in_cuda, shapes=((8, 2),))
+    "mamba2_decode": functools.partial(mamba2_rig.decoded_in_cuda, shapes=((8, 2),)),
+    "mamba2_prompts": mamba2_rig.walked_in_cuda,
 }
 
 

@@ -23,7 +23,7 @@ import torch
 
 from octavo.ops.scan import conv_decode
 from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step, loading
-from octavo.ops.scan.mamba2 import mamba2_advance, mamba2_decode
+from octavo.ops.scan.mamba2 import mamba2_advance, mamba2_decode, mamba2_prompts
 from octavo.states import delta_gpu
 
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
@@ -36,7 +36,7 @@ extern "C" void run(const Told* told, u32 count, u32 threads) {
     for (block_id = 0; block_id < count; ++block_id) run_block(threads);
 }
 """
-_OWN = mamba2_advance.KERNEL, mamba2_decode.KERNEL, conv_decode.KERNEL
+_OWN = mamba2_advance.KERNEL, mamba2_decode.KERNEL, mamba2_prompts.KERNEL, conv_decode.KERNEL
 _KERNELS = loading.KERNELS | {each.name: each for each in _OWN}
 
 
@@ -138,4 +138,19 @@ def convolves_emulated(parts: int) -> Iterator[list[str]]:
 
     own = {"serves": conv_decode.fits, "is_loaded": lambda *_: True, "launch": launch}
     with unittest.mock.patch.multiple(conv_decode, **own):
+        yield launches
+
+
+@contextlib.contextmanager
+def walks_emulated(blocks: int) -> Iterator[list[str]]:
+    """Within, `mamba2_prompts` serves tensors of a CPU, by so many blocks at most. Lists launches by name."""
+    launches: list[str] = []
+
+    def launch(told: mamba2_prompts.Told, num_rows: int, own: dict[str, int | str], _: torch.device) -> None:
+        launches.append("mamba2_prompts")
+        count = min(blocks, num_rows * int(own["HEADS"]))
+        _library("mamba2_prompts", tuple(own.items())).run(ctypes.byref(told), count, mamba2_prompts.THREADS)
+
+    own = {"serves": mamba2_prompts.fits, "is_loaded": lambda *_: True, "launch": launch}
+    with unittest.mock.patch.multiple(mamba2_prompts, **own):
         yield launches

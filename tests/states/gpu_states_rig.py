@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+import mamba2_rig
 import state_rig as rig
-from emulated import COMPILER, advances_emulated, convolves_emulated, decodes_emulated, emulated
+from emulated import COMPILER, advances_emulated, convolves_emulated, decodes_emulated, emulated, walks_emulated
 from octavo.layers.recurrent import GatedDeltaRule, ShortConvolution, state_spec
 from octavo.ops.scan import SHORT_CHUNK
 from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step
@@ -20,9 +21,10 @@ from octavo.ops.scan.mamba2 import mamba2_advance_gpu, mamba2_decode_gpu
 from octavo.rl.autograd import recurrent
 from octavo.rl.autograd.recurrent import DeltaSizes, gated_delta, short_conv
 from octavo.rl.pack import Pack
-from octavo.states import agreement, conv_decode, delta_gpu, example, gpu, mamba2_advance, mamba2_decode
+from octavo.states import agreement, conv_decode, delta_gpu, example, gpu
 from octavo.states.base import StateBackend
 from octavo.states.gpu import GpuStates
+from octavo.states.mamba2 import mamba2_advance, mamba2_decode, mamba2_prompts
 from octavo.states.reference import DELTA_INPUTS, ReferenceStates
 
 MAKERS = rig.CASES
@@ -34,25 +36,18 @@ def check_results(
     """In steps of at most `largest` tokens of random rows, of prompts or with rejected tokens behind."""
     case = MAKERS[name](dtype, *sizes)
     drawn = rig.draw_all(case, lengths)
-    move(case, device)
+    rig.move(case, device)
     rows = rig.Rows(case, GpuStates(), drawn, beside=[rig.ATTENTION], device=device)
     rng = random.Random(3)
     while left := [row for row, count in enumerate(lengths) if rows.computed[row] < count]:
         chosen = rng.sample(left, rng.randint(1, len(left)))
         counts = {row: min(rng.randint(1, largest), lengths[row] - rows.computed[row]) for row in chosen}
         rows.compute(counts, rng.choice((0, 2)))
-    move(case, "cpu")
+    rig.move(case, "cpu")
     for found, own in zip(rows.results, drawn, strict=True):
         expected = case.oracle(own)
         error = (found.double() - expected).abs().max() / expected.abs().max()
         assert error < (3e-5 if dtype is torch.float32 else 3e-2), (name, len(expected), error)
-
-
-def move(case: rig.Case, device: str) -> None:
-    """The operands' weights."""
-    operands = case.part.operands
-    moved = [each.to(device) if isinstance(each, torch.Tensor) else each for each in operands]
-    case.part.__dict__["operands"] = type(operands)(*moved)
 
 
 def interpreted(name: str) -> None:
@@ -118,64 +113,6 @@ def layers_advance_together() -> None:
             assert (found.double() - own).abs().max() < 3e-2 * own.abs().max()
 
 
-def advanced_in_cuda(device: str = "cpu") -> None:
-    """States of Mamba-2 by the kernel in CUDA C++, lanes on a CPU, beside Triton's: of layers, rows and tasks in turn.
-
-    On a CPU they are near each other: Triton's interpreter rounds to bfloat16 towards zero.
-    """
-    case, emulates = rig.CASES["mamba2"](torch.bfloat16, 8, 64, 2, 128), device == "cpu"
-    spec, drawn, found = rig.state_spec(case.part), rig.draw_all(case, (129, 65, 64)), []
-    move(case, device)
-    for copied, blocks in ((False, 0), (True, 1), (True, 3)) if emulates else ((False, 0), (True, 0)):
-        own = {"_COPIED": copied} | ({"agrees": lambda *_: True} if emulates else {})
-        where = advances_emulated(blocks) if emulates else contextlib.nullcontext([])
-        with unittest.mock.patch.multiple(mamba2_advance, **own), where as launches:
-            rows = rig.Rows(case, GpuStates(), drawn, block_size=64, beside=[spec], device=device)
-            rows.padded = 1
-            for counts in ({1: 64, 0: 63, 2: 60}, {1: 1, 0: 1}, {0: 63, 2: 3}, {2: 1, 0: 1}, {0: 1}):
-                rows.compute(counts)
-        assert launches == ["mamba2_advance"] * (5 if copied and emulates else 0), launches
-        store, states = rows.own.states[0], []
-        for row, border in ((0, 1), (0, 2), (2, 1)):
-            ids = rows.own.state_table[row, (border - 1) * store.blocks : border * store.blocks].long()
-            lines = store.data[ids].flatten(0, 2).flatten(1)  # a head each, by block and part: what no head has is NaN
-            halves = lines.contiguous().view(torch.int16).unflatten(1, (2, -1)).int()
-            states.append(((halves[:, 0] << 16) + halves[:, 1]).view(torch.float32).nan_to_num())
-        found.append([*(each.float() for each in rows.results), *states])
-    for others in found[1:]:
-        for one, other in zip(found[0], others, strict=True):
-            assert one.shape == other.shape
-            assert (one - other).abs().max() <= (1e-2 * one.abs().max() if emulates else 0)
-
-
-def decoded_in_cuda(device: str = "cpu", shapes: Sequence[tuple[int, int]] = ()) -> None:
-    """Rows of Mamba-2 that decode by the kernel in CUDA C++, lanes on a CPU, beside Triton's: in blocks and tasks.
-
-    On a CPU they are near each other: Triton's interpreter rounds to bfloat16 towards zero. Gates are alike.
-    shapes: heads and groups.
-    """
-    emulates = device == "cpu"
-    for heads, groups in shapes or (((8, 2), (24, 1), (32, 2)) if emulates else ((128, 8), (24, 1))):
-        case, found = rig.CASES["mamba2"](torch.bfloat16, heads, 64, groups, 128), []
-        drawn = rig.draw_all(case, (129, 65, 64, 3))
-        move(case, device)
-        for copied, blocks in ((False, 0), (True, 1), (True, 7)) if emulates else ((False, 0), (True, 0)):
-            own = {"_COPIED": copied, "_FEWEST_ROWS": 0} | ({"agrees": lambda *_: True} if emulates else {})
-            where = decodes_emulated(blocks) if emulates else contextlib.nullcontext([])
-            with unittest.mock.patch.multiple(mamba2_decode, **own), where as launches:
-                rows = rig.Rows(case, GpuStates(), drawn, block_size=64, device=device)
-                rows.padded = 1
-                for counts in ({1: 64, 0: 63, 2: 62}, {3: 1, 1: 1, 0: 1, 2: 1}, {3: 1, 2: 1, 0: 64}, {3: 1, 0: 1}):
-                    rows.compute(counts)
-            assert launches == ["mamba2_decode"] * (4 if copied and emulates else 0), launches
-            kept = [store.data.float().nan_to_num() for store in rows.own.kept_inputs]
-            found.append([*(each.float() for each in rows.results), *kept])
-        for others in found[1:]:
-            for one, other in zip(found[0], others, strict=True):
-                assert one.shape == other.shape
-                assert (one - other).abs().max() <= (2e-2 * one.abs().max() if emulates else 0)
-
-
 def convolved_in_cuda(device: str = "cpu") -> None:
     """Rows that decode, by the convolution in CUDA C++, lanes on a CPU, beside Triton's: one bit of bfloat16 at most.
 
@@ -185,7 +122,7 @@ def convolved_in_cuda(device: str = "cpu") -> None:
     for channels, width, silu in ((1100, 4, True), (96, 3, False)):
         case, found = rig.CASES["conv"](torch.bfloat16, channels, width, silu), []
         drawn = rig.draw_all(case, (131, 66, 64, 3, 5))
-        move(case, device)
+        rig.move(case, device)
         for copied, parts in ((False, 0), (True, 1), (True, 3)) if emulates else ((False, 0), (True, 0)):
             own = {"_COPIED": copied, "_FEWEST_ROWS": 0} | ({"agrees": lambda *_: True} if emulates else {})
             where = convolves_emulated(parts) if emulates else contextlib.nullcontext([])
@@ -216,10 +153,11 @@ def kernels_of_rows_are_compared() -> None:
     mamba2, conv = rig.CASES["mamba2"](torch.bfloat16, 8, 64, 1, 128), rig.CASES["conv"](torch.bfloat16, 96, 4)
     holds = unittest.mock.patch.object(agreement.validation_cache, "holds", lambda told, device, compare: compare())
     captured = unittest.mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for module, emulator, case, same in (
-        (mamba2_advance, advances_emulated, mamba2, [False, True, True, True, True]),
-        (mamba2_decode, decodes_emulated, mamba2, [False, True, True, True, False, False]),
-        (conv_decode, convolves_emulated, conv, [False, True, True]),
+    for module, emulator, case, same, runs in (
+        (mamba2_advance, advances_emulated, mamba2, [False, True, True, True, True], 1),
+        (mamba2_decode, decodes_emulated, mamba2, [False, True, True, True, False, False], 1),
+        (mamba2_prompts, lambda blocks: walks_emulated(blocks, 1), mamba2, [False, False, True, True, True, True], 2),
+        (conv_decode, convolves_emulated, conv, [False, True, True], 1),
     ):
         found = list[list[bool]]()
 
@@ -227,7 +165,8 @@ def kernels_of_rows_are_compared() -> None:
             results: Sequence[Sequence[torch.Tensor]], found: list[list[bool]] = found, agree: Any = module.agree
         ) -> bool:
             assert agree([results[0], results[0]])
-            found.append([torch.equal(*(each.view(torch.uint8) for each in one)) for one in zip(*results, strict=True)])
+            pairs = zip(results[0], results[-1], strict=True)
+            found.append([torch.equal(*(each.view(torch.uint8) for each in pair)) for pair in pairs])
             return agree(results)
 
         asked = unittest.mock.patch.object(module, "agree", near)
@@ -235,7 +174,7 @@ def kernels_of_rows_are_compared() -> None:
         with contextlib.ExitStack() as stack:
             for each in others:
                 stack.enter_context(unittest.mock.patch.object(each, "_COPIED", False))
-            if module is not mamba2_advance:
+            if module in (mamba2_decode, conv_decode):
                 stack.enter_context(unittest.mock.patch.object(module, "_FEWEST_ROWS", 0))
             stack.enter_context(unittest.mock.patch.dict(agreement._found, clear=True))
             stack.enter_context(holds), stack.enter_context(captured), stack.enter_context(asked)
@@ -243,7 +182,7 @@ def kernels_of_rows_are_compared() -> None:
             rows = rig.Rows(case, GpuStates(), rig.draw_all(case, (65,)), block_size=64)
             rows.compute({0: 63})
             rows.compute({0: 1})
-        assert len(launches) == len(found) == 1, (launches, found)  # a difference ends it
+        assert len(launches) == runs and len(found) == 1, (launches, found)  # a difference ends it
         assert all(is_same or not told for is_same, told in zip(found[0], same, strict=True)), found
 
 
@@ -330,7 +269,7 @@ def check_decoding(device: str, name: str, dtype: torch.dtype, sizes: tuple[int,
     case = MAKERS[name](dtype, *sizes)
     chunk = case.part.chunk or SHORT_CHUNK
     drawn = rig.draw_all(case, (2 * chunk + 3, chunk + 2))
-    move(case, device)
+    rig.move(case, device)
     rows = rig.Rows(case, GpuStates(), drawn, beside=[rig.ATTENTION], device=device)
     rows.keep_one_state(0)
     rows.compute({0: chunk - 1, 1: chunk - 2})
@@ -339,7 +278,7 @@ def check_decoding(device: str, name: str, dtype: torch.dtype, sizes: tuple[int,
     rows.compute({0: chunk - 4})
     for _ in range(4):  # from a state on
         rows.compute({0: 1})
-    move(case, "cpu")
+    rig.move(case, "cpu")
     for found, own in zip(rows.results, drawn, strict=True):
         expected = case.oracle(own)
         error = (found.double() - expected).abs().max() / expected.abs().max()
@@ -480,8 +419,9 @@ INTERPRETED = (
     )
     | ({f"{len(each) - 1} kernels for prompts": lambda each=each: prompts_in_cuda(*each) for each in _OF_PROMPTS})
     | ({"kernels are compared": kernels_are_compared} if COMPILER else {})
-    | ({"mamba2's states in one kernel": advanced_in_cuda} if COMPILER else {})
-    | ({"mamba2 decodes in one kernel": decoded_in_cuda} if COMPILER else {})
+    | ({"mamba2's states in one kernel": mamba2_rig.advanced_in_cuda} if COMPILER else {})
+    | ({"mamba2 decodes in one kernel": mamba2_rig.decoded_in_cuda} if COMPILER else {})
+    | ({"mamba2's prompts in one kernel": mamba2_rig.walked_in_cuda} if COMPILER else {})
     | ({"rows are convolved in one kernel": convolved_in_cuda} if COMPILER else {})
     | ({"kernels of rows are compared": kernels_of_rows_are_compared} if COMPILER else {})
     | {"conv of 7 tokens": wide_convolution, "conv of prompts": convolved_prompts}

@@ -219,6 +219,18 @@ static void fetch_box(const Map&, u64 base, int line, u32 to, u32 barrier) {
         for (u32 part = 0; part < 8; ++part)
             fetch(to + own * 128 + (part ^ own % 8) * 16, base + ((i64)(line + own) * 8 + part) * 16, 16, barrier);
 }
+static void fetch_tile(const Map&, u64 base, i64 pitch, int column, int line, u32 to, u32 barrier) {
+    if (to % 1024) fprintf(stderr, "a tile at %u\n", to), abort();
+    for (u32 own = 0; own < 64; ++own)
+        for (u32 part = 0; part < 8; ++part)
+            fetch(to + own * 128 + (part ^ own % 8) * 16, base + (line + own) * pitch + column * 2 + part * 16, 16, barrier);
+}
+static void send_lines(const Map&, u64 base, int line, u32 from) {
+    if (from % 1024) fprintf(stderr, "lines at %u\n", from), abort();
+    for (u32 own = 0; own < 128; ++own)
+        for (u32 part = 0; part < 8; ++part)
+            send(base + ((i64)(line + own) * 8 + part) * 16, from + own * 128 + (part ^ own % 8) * 16, 16);
+}
 static u32 get(u32 at) { u32 x; memcpy(&x, memory + at, 4); return x; }
 static Two get2(u32 at) { Two x; if (at % 8) abort(); memcpy(&x, memory + at, 8); return x; }
 static Four get4(u32 at) { Four x; if (at % 16) abort(); memcpy(&x, memory + at, 16); return x; }
@@ -309,6 +321,13 @@ static Four square_turned(u32 at) {
     });
     return y;
 }
+static void put_square(u32 at, const Four& y) {
+    u32 lane = current % 32;
+    if (at % 16) abort();
+    exchange({at}, [&](auto of) {
+        for (u32 i = 0; i < 4; ++i) put(of(8 * i + lane / 4, 0) + lane % 4 * 4, y.x[i]);
+    });
+}
 static u32 transposed(u32 x) {
     u32 y = 0;
     exchange({x}, [&](auto of) {
@@ -368,6 +387,29 @@ static void group_multiply(float (&sum)[8][4], const Four& a, u32 at) {
         u32 inner = at % 128 + k * 2;
         return at / 128 * 128 + n * 128 + (inner / 16 ^ n % 8) * 16 + inner % 16;
     });
+}
+static void group_multiply_turned(float (&sum)[8][4], const Four& a, u32 at) {
+    if (at % 1024) abort();
+    multiply_by(sum, a, [=](u32 k, u32 n) { return at + k * 128 + (n / 8 ^ k % 8) * 16 + n % 8 * 2; });
+}
+// A warp's 16 of 64 lines, as it would hold them in registers.
+static Four lines_of(u32 at) {
+    if (at % 32 || at / 128 % 8) abort();
+    u32 lane = current % 32, first = current / 32 % 4 * 16 + lane / 4;
+    Four a;
+    for (u32 i = 0; i < 4; ++i) {
+        u32 inner = at % 128 + i / 2 * 16 + lane % 4 * 4, line = first + i % 2 * 8;
+        a.x[i] = get(at / 128 * 128 + line * 128 + (inner / 16 ^ line % 8) * 16 + inner % 16);
+    }
+    return a;
+}
+static void group_multiply_tiles(float (&sum)[8][4], u32 a, u32 at, bool adds) {
+    if (!adds) memset(sum, 0, sizeof sum);
+    group_multiply(sum, lines_of(a), at);
+}
+static void group_multiply_tile_turned(float (&sum)[8][4], u32 a, u32 at, bool adds) {
+    if (!adds) memset(sum, 0, sizeof sum);
+    group_multiply_turned(sum, lines_of(a), at);
 }
 static void group_multiply_turned(float (&sum)[16][4], const Four& a, u32 at, u32 apart) {
     if (at % 1024 || apart % 1024) abort();

@@ -235,6 +235,13 @@ class Rows:
             self.computed[row] += count
 
 
+def move(case: Case, device: str) -> None:
+    """The operands' weights."""
+    operands = case.part.operands
+    moved = [each.to(device) if isinstance(each, torch.Tensor) else each for each in operands]
+    case.part.__dict__["operands"] = type(operands)(*moved)
+
+
 def draw_all(case: Case, lengths: Sequence[int], seed: int = 1) -> list[Tensors]:
     return [case.draw(torch.Generator().manual_seed(seed + index), length) for index, length in enumerate(lengths)]
 

@@ -25,7 +25,7 @@ from interpreted import run_rig  # noqa: E402
 from octavo.ops.compile import launch, nvrtc  # noqa: E402
 from octavo.ops.scan import conv_decode  # noqa: E402
 from octavo.ops.scan.delta import delta_prepare, delta_prompts, delta_step, loading  # noqa: E402
-from octavo.ops.scan.mamba2 import mamba2_advance, mamba2_decode  # noqa: E402
+from octavo.ops.scan.mamba2 import mamba2_advance, mamba2_decode, mamba2_prompts  # noqa: E402
 from octavo.states import gpu  # noqa: E402
 from octavo.states.gpu import GpuStates  # noqa: E402
 from sass import unwritten_reads  # noqa: E402
@@ -129,6 +129,20 @@ def test_one_kernel_decodes_mamba2_without_spilling(heads: int, groups: int, tmp
     assert "0 bytes spill stores" in told, told
     assert unwritten_reads(code, tmp_path) == []
     assert mamba2_decode.shared_bytes(macros) <= SHARED_BYTES
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(128, 8), (24, 1), (12, 1)])
+def test_one_kernel_walks_prompts_of_mamba2_without_spilling(heads: int, groups: int, tmp_path: Path) -> None:
+    try:
+        nvrtc._library()
+    except nvrtc.CompileError:
+        pytest.skip("needs NVRTC")
+    macros = mamba2_prompts.macros((heads, groups), 64, [(663552, 331776, 16384, 32, 1, 128, 2, 1)] * 5)
+    code, told = nvrtc.compile_told(mamba2_prompts.KERNEL.source, macros, "sm_90a", "--ptxas-options=-v")
+    assert "0 bytes spill stores" in told, told
+    assert "serialized" not in told and "setmaxnreg" not in told, told  # products of warp groups; registers they take
+    assert unwritten_reads(code, tmp_path) == []
+    assert mamba2_prompts.shared_bytes(macros) <= SHARED_BYTES
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(4, torch.bfloat16), (3, torch.float16)])

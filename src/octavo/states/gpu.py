@@ -30,9 +30,10 @@ from octavo.ops.scan.mamba2 import mamba2_decode_gpu
 from octavo.ops.scan.mamba2.mamba2_decode_gpu import programs_of
 from octavo.ops.scan.mamba2.mamba2_gpu import mamba2_scan
 from octavo.ops.scan.mamba2.mamba2_walk_gpu import mamba2_walk
-from octavo.states import composed, conv_decode, delta_gpu, mamba2_advance, mamba2_decode
+from octavo.states import composed, conv_decode, delta_gpu
 from octavo.states.base import LayerStates
 from octavo.states.launches import FEW, PLAIN, Told, gates, has_prompts, is_streamable, kind_of, precision
+from octavo.states.mamba2 import mamba2_advance, mamba2_decode, mamba2_prompts
 from octavo.states.reference import DELTA_INPUTS, MAMBA1_INPUTS, MAMBA2_INPUTS
 
 
@@ -172,43 +173,20 @@ class GpuStates:
         limits, heads, size = (scan.dt_min, scan.dt_max), scan.num_heads, scan.head_size
         wide, warps = _mamba2_tile(size, kind_of(step.max_query_len), states, xbc)
         total, steps = gates(own, told, dt, dt, scan.decay, scan.dt_bias, limits, slots=(3, 4))
-        given = (
-            xbc,
-            xbc.stride(0),
-            total,
-            steps,
-            scan.skip,
-            out,
-            step.rows,
-            step.query_start,
-            step.seq_lens,
-            ahead,
-            len(step.rows),
-            *told.tables,
-            *told.kept,
-            *told.firsts,
-        )
-        shape = _mamba2_shape(own, scan, told, xbc, wide)
+        given = mamba2_prompts.Given(xbc, total, steps, ahead, num_rows)
         walks = has_prompts(step) and is_streamable(told, states) and xbc.dtype in _WALKED
         is_few = step.max_query_len <= FEW < own.chunk
-        behind: dict[str, Any] = {"PDL": False}
         if walks:  # rows that begin at a border
-            own_wide, own_warps = _mamba2_tile(size, _WALKING_FEW if is_few else _WALKING, states, xbc)
-            options = shape | {"WIDE": own_wide, "num_warps": own_warps}
-            options |= {"STAGES": 1, "SPAN": FEW} if is_few else {"STAGES": _WALK_STAGES, "SPAN": own.chunk}
-            behind = chained(xbc.device)
-            mamba2_walk[heads * -(-size // own_wide), num_rows](
-                *given, **options, PDL=bool(behind["PDL"]), maxnreg=_WALK_REGISTERS, num_stages=1, **PLAIN
-            )
+            mamba2_prompts.walk(own, told, scan, given, out, functools.partial(_walk_plainly, scan))
         mamba2_scan[heads * -(-size // wide), num_rows](
-            *given,
-            **shape,
+            *_given(own, told, scan, given, out),
+            **_mamba2_shape(own, scan, told, xbc, wide),
             WALKED=walks,
             TILE=FEW if is_few else own.chunk,
             num_warps=warps,
             num_stages=1,
             **PLAIN,
-            **behind,
+            **(chained(xbc.device) if walks else {"PDL": False}),
         )
 
     def mamba1(self, own: LayerStates, scan: Mamba1Operands, x: Tensor, dt: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -286,6 +264,34 @@ def _decode_plainly(
         maxnreg=None if one else stream.registers, num_warps=warps if one else stream.warps, num_stages=1,
         **chained(xbc.device), **PLAIN,
     )  # fmt: skip
+
+
+def _walk_plainly(scan: Mamba2Operands, own: LayerStates, told: Told, given: mamba2_prompts.Given, out: Tensor) -> None:
+    """Rows that begin at a border, by Triton's kernel."""
+    xbc, size, max_query_len = given.xbc, scan.head_size, own.inputs.max_query_len
+    is_few = max_query_len <= FEW < own.chunk
+    wide, warps = _mamba2_tile(size, _WALKING_FEW if is_few else _WALKING, scan.state_size, xbc)
+    mamba2_walk[scan.num_heads * -(-size // wide), given.num_rows](
+        *_given(own, told, scan, given, out),
+        **_mamba2_shape(own, scan, told, xbc, wide),
+        STAGES=1 if is_few else _WALK_STAGES,
+        SPAN=FEW if is_few else own.chunk,
+        PDL=bool(chained(xbc.device)["PDL"]),
+        maxnreg=_WALK_REGISTERS,
+        num_warps=warps,
+        num_stages=1,
+        **PLAIN,
+    )
+
+
+def _given(
+    own: LayerStates, told: Told, scan: Mamba2Operands, given: mamba2_prompts.Given, out: Tensor
+) -> tuple[Any, ...]:
+    """What kernels of prompts are told of a step."""
+    xbc, step = given.xbc, own.inputs
+    lines = xbc, xbc.stride(0), given.total, given.steps, scan.skip, out
+    rows = step.rows, step.query_start, step.seq_lens, given.ahead, len(step.rows)
+    return *lines, *rows, *told.tables, *told.kept, *told.firsts
 
 
 def _mamba2_shape(own: LayerStates, scan: Mamba2Operands, told: Told, x: Tensor, wide: int) -> dict[str, Any]:

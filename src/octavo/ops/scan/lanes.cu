@@ -67,6 +67,17 @@ __device__ inline void fetch_box(const Map& map, u64, int line, u32 to, u32 barr
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], [%4], once; }"
         :: "r"(to), "l"((u64)&map), "r"(0), "r"(line), "r"(barrier) : "memory");
 }
+// The same of 64 lines of a matrix, from a line and a column on.
+__device__ inline void fetch_tile(const Map& map, u64, i64, int column, int line, u32 to, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        :: "r"(to), "l"((u64)&map), "r"(column), "r"(line), "r"(barrier) : "memory");
+}
+// What lies as `fetch_box` brings it, out of shared memory.
+__device__ inline void send_lines(const Map& map, u64, int line, u32 from) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];"
+                 :: "l"((u64)&map), "r"(0), "r"(line), "r"(from) : "memory");
+}
 __device__ inline void commit_sent() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 template <int LEFT> __device__ inline void was_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(LEFT) : "memory");
@@ -139,6 +150,11 @@ __device__ inline Four square_turned(u32 at) {
                  : "=r"(y.x[0]), "=r"(y.x[1]), "=r"(y.x[2]), "=r"(y.x[3]) : "r"(at) : "memory");
     return y;
 }
+// 16 x 16 put as `square` takes them.
+__device__ inline void put_square(u32 at, const Four& y) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :: "r"(at), "r"(y.x[0]), "r"(y.x[1]), "r"(y.x[2]), "r"(y.x[3]) : "memory");
+}
 // 8 x 8 of 16-bit numbers, two a lane, transposed.
 __device__ inline u32 transposed(u32 x) {
     u32 y;
@@ -204,6 +220,25 @@ __device__ inline void group_multiply(float (&sums)[8][4], const Four& a, u32 at
         "%24, %25, %26, %27, %28, %29, %30, %31}, "
         "{%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
         : SUMS(0) : FIRST, "l"(tile_at(at, 0)));
+}
+// By 16 lines of 64 columns.
+#define GROUP_PRODUCT "wgmma.mma_async.sync.aligned.m64n64k16" GROUP_TYPES "{" \
+    "%0, %1, %2, %3, %4, %5, %6, %7, " \
+    "%8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, " \
+    "%24, %25, %26, %27, %28, %29, %30, %31}, "
+__device__ inline void group_multiply_turned(float (&sums)[8][4], const Four& a, u32 at) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, 1, 0; " GROUP_PRODUCT "{%32, %33, %34, %35}, %36, p, 1, 1, 1; }"
+                 : SUMS(0) : FIRST, "l"(tile_at(at, 0)));
+}
+// The first operand lies in shared memory too, 64 lines of 16 numbers. adds: to what the sums are, else to nothing.
+__device__ inline void group_multiply_tiles(float (&sums)[8][4], u32 a, u32 at, bool adds) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; " GROUP_PRODUCT "%32, %33, p, 1, 1, 0, 0; }"
+                 : SUMS(0) : "l"(tile_at(a, 0)), "l"(tile_at(at, 0)), "r"((int)adds));
+}
+__device__ inline void group_multiply_tile_turned(float (&sums)[8][4], u32 a, u32 at, bool adds) {  // by 16 lines of 64 columns
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0; " GROUP_PRODUCT "%32, %33, p, 1, 1, 0, 1; }"
+                 : SUMS(0) : "l"(tile_at(a, 0)), "l"(tile_at(at, 0)), "r"((int)adds));
 }
 // By 16 lines of 128 columns, of which the second half is another tile.
 __device__ inline void group_multiply_turned(float (&sums)[16][4], const Four& a, u32 at, u32 apart) {

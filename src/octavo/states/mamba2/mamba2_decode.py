@@ -16,7 +16,7 @@ from octavo.states.agreement import agrees
 from octavo.states.base import LayerStates
 from octavo.states.example import ENDING, Example, agree
 from octavo.states.launches import Told
-from octavo.states.mamba2_advance import kept_of
+from octavo.states.mamba2.mamba2_advance import kept_of
 
 # Of the rows that are compared, tokens computed before and those of the step: one whose state is kept, within a chunk,
 # at its end and at its begin; and two of a first chunk.
