@@ -294,7 +294,6 @@ def main() -> None:
         waits("1 x 8192", [8192], 1)
         waits("16 x 512", [512] * 16)
     print(f"{torch.cuda.get_device_name()}, {time.time() - BEGAN:.0f} s")
-    print("\n".join(lines))
 
 
 if __name__ == "__main__":
