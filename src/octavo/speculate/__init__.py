@@ -131,7 +131,12 @@ def make_speculator(config: SpeculativeConfig) -> Speculator:
     if lacking or not isinstance(found, type):
         said = f"it has no {', '.join(lacking)}" if lacking else "it is no class"
         raise _refuse(config.method, f"is no speculator: {said} (see docs/speculation.md)")
-    made: Speculator = found(config)
+    try:
+        made: Speculator = found(config)
+    except ValueError:  # its own words
+        raise
+    except Exception as error:
+        raise _refuse(config.method, f"cannot be made: {type(error).__name__}: {error}") from error
     return made
 
 
