@@ -136,6 +136,22 @@ def test_doctor_refuses_the_drafters_that_an_engine_refuses(
     assert wanted in said and said.count("\n") == 1
 
 
+def test_doctor_says_what_drafts_take_of_states(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["-m", "octavo-tiny-hybrid", "--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", "20M"]
+    said = {}
+    for size in ("16", "64"):
+        drafts = '{"method": "ngram", "num_speculative_tokens": 4}'
+        assert cli.main(["doctor", *options, "--block-size", size, "-sc", drafts]) == 0
+        said[size] = [line.strip() for line in capsys.readouterr().out.splitlines() if "Drafts: " in line]
+    begin = "Drafts: a row that decodes has up to"
+    assert said["16"] == [
+        f"{begin} 2 of these states and the inputs of 5 blocks at once, 3.4 MiB; without drafts 1 and 4, 2.4 MiB."
+    ]
+    assert said["64"][0].startswith(f"{begin} 3 of these states and the inputs of 2 blocks at once, ")
+    assert cli.main(["doctor", *options]) == 0
+    assert "Drafts: " not in capsys.readouterr().out
+
+
 def test_doctor_says_where_a_drafter_of_a_users_own_is_not_counted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

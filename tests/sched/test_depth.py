@@ -98,11 +98,14 @@ def test_who_enters_a_row_begins_anew() -> None:
     assert depth.of_rows(ROWS, 4, 1).tolist() == [4, 0]
 
 
-@pytest.mark.parametrize(("num_accepted", "is_said"), [(0, True), (1, False)])
+@pytest.mark.parametrize(
+    ("num_accepted", "lookahead", "is_said"), [(0, 4, True), (1, 4, False), (0, 0, False)], ids=["wrong", "", "n-grams"]
+)
 def test_a_drafter_whose_drafts_are_hardly_ever_right_is_told_once(
-    num_accepted: int, is_said: bool, caplog: pytest.LogCaptureFixture
+    num_accepted: int, lookahead: int, is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    limits = StepLimits(max_num_rows=8, max_num_tokens=64, max_model_len=64, max_num_drafts=4)
+    sizes = {"max_num_rows": 8, "max_num_tokens": 64, "max_model_len": 64}
+    limits = StepLimits(max_num_drafts=4, num_lookahead=lookahead, **sizes)
     drafting = Drafting(limits, cast(Any, None), RequestRows(8, 5), cheap_tokens=0)
     plan: Any = SimpleNamespace(rows=ROWS, num_drafts=np.array([4, 4]))
     result: Any = SimpleNamespace(rows=ROWS, num_sampled=np.array([1 + num_accepted, 1]))
