@@ -311,6 +311,22 @@ def test_verbose_prints_the_phases(run: Run, llm: type[EchoLLM]) -> None:
         assert phase in err
 
 
+def test_verbose_tells_drafts_and_the_times_that_rows_had_some(
+    run: Run, llm: type[EchoLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats = types.SimpleNamespace(num_drafts=20, num_draft_tokens=55, num_accepted_tokens=33)
+    scheduler = types.SimpleNamespace(stats=lambda: stats)
+    monkeypatch.setattr(llm, "engine", types.SimpleNamespace(scheduler=scheduler), raising=False)
+    _, _, err = run("generate", "-v", "a b")
+    assert "55 draft tokens in 20 verifications, 60% accepted: 2.65 tokens each\n" in err
+
+
+@pytest.mark.parametrize("flag", ["--speculative-config", "-sc", "--speculative_config"])
+def test_a_key_of_a_mapping_has_its_own_flag_in_every_form(run: Run, llm: type[EchoLLM], flag: str) -> None:
+    assert run("generate", f"{flag}.method", "ngram", f"{flag}.num_speculative_tokens=2", "a b")[0] == 0
+    assert llm.made[0].fields["speculative_config"] == {"method": "ngram", "num_speculative_tokens": 2}
+
+
 def test_ctrl_c_in_generate_aborts_and_exits_with_130(run: Run, llm: type[EchoLLM]) -> None:
     llm.interrupt_after = 1
     code, out, _ = run("generate", "one two three four")

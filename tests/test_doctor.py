@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from architectures import ARCH, CPU
+from octavo import LLM
+from octavo.cache.plan import show_bytes
 from octavo.cli import main as cli
 from octavo.config.device_facts import DeviceFacts
 from octavo.config.engine_config import EngineConfig, resolve
@@ -93,6 +95,82 @@ def test_doctor_on_a_setting_that_cannot_run_is_one_line(folder: Path, capsys: p
 def test_doctor_without_a_model_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "-m", str(folder / "nowhere")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+DRAFTS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram"},
+    "eagle3": {"model": "octavo-tiny-eagle3"},
+    "mtp": {"method": "mtp", "model": "octavo-tiny-mtp"},
+    "draft_model": {"method": "draft_model", "model": "octavo-tiny"},
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_doctor_plans_what_an_engine_with_a_drafter_has(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given = {**DRAFTS[name], "num_speculative_tokens": 4}
+    options = ["--device", "cpu", "--kv-cache-memory-bytes", "20M", "-sc", json.dumps(given)]
+    assert cli.main(["doctor", "-m", "octavo-tiny", *options]) == 0
+    said = capsys.readouterr().out
+    with LLM(device="cpu", kv_cache_memory_bytes="20M", speculative_config=given) as llm:
+        plan = llm.engine.memory
+    assert f"{plan.num_blocks} blocks of {plan.bytes_per_block} bytes" in said
+    assert f"{show_bytes(plan.weight_bytes)}  to be loaded" in said, "the drafter's as well"
+    assert f"{show_bytes(plan.logits_bytes)}  of the largest step, while sampling" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (["-sc", '{"model": "no/such-drafter", "num_speculative_tokens": 2}'], "no/such-drafter"),
+        (["-m", "octavo-tiny-hybrid", "-sc", '{"model": "octavo-tiny-mtp", "num_speculative_tokens": 2}'], "has 8:"),
+        (["--kv-cache-dtype", "int8", "-sc", '{"model": "octavo-tiny-eagle3", "num_speculative_tokens": 2}'], "scales"),
+        (["-sc", '{"method": "no.such:Thing", "num_speculative_tokens": 2}'], "does not load"),
+    ],
+)
+def test_doctor_refuses_the_drafters_that_an_engine_refuses(
+    options: list[str], wanted: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert cli.main(["doctor", "--device", "cpu", *options]) == 2
+    said = capsys.readouterr().err
+    assert wanted in said and said.count("\n") == 1
+
+
+def test_doctor_says_what_drafts_take_of_states(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["-m", "octavo-tiny-hybrid", "--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", "20M"]
+    said = {}
+    for size in ("16", "64"):
+        drafts = '{"method": "ngram", "num_speculative_tokens": 4}'
+        assert cli.main(["doctor", *options, "--block-size", size, "-sc", drafts]) == 0
+        said[size] = [line.strip() for line in capsys.readouterr().out.splitlines() if "Drafts: " in line]
+    begin = "Drafts: a row that decodes has up to"
+    assert said["16"] == [
+        f"{begin} 2 of these states and the inputs of 5 blocks at once, 3.4 MiB; without drafts 1 and 4, 2.4 MiB."
+    ]
+    assert said["64"][0].startswith(f"{begin} 3 of these states and the inputs of 2 blocks at once, ")
+    assert cli.main(["doctor", *options]) == 0
+    assert "Drafts: " not in capsys.readouterr().out
+
+
+def test_doctor_says_where_a_drafter_of_a_users_own_is_not_counted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LOGGER, "handlers", [])
+    monkeypatch.setattr(LOGGER, "propagate", LOGGER.propagate)
+    given = json.dumps({"method": f"{__name__}:OwnSpeculator", "num_speculative_tokens": 2})
+    assert cli.main(["doctor", "--device", "cpu", "-sc", given]) == 0
+    assert f"the memory plan lacks what {__name__}:OwnSpeculator loads: it has no `build`" in capsys.readouterr().err
+
+
+class OwnSpeculator:
+    """Loads what only it knows."""
+
+    layer_specs = ()
+    num_drafts, num_lookahead, num_next_tokens = 2, 0, 0
+    load = identity = allocate = propose = None
+
+    def __init__(self, config: object) -> None:
+        """Of settings."""
 
 
 def test_facts_of_this_machine_are_sane() -> None:

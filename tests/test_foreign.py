@@ -110,6 +110,14 @@ def test_options_of_drafts_are_parts_of_one_setting() -> None:
     assert engine.speculative_config == parts
     engine, _ = _parse(["--spec-method", "eagle3", "--spec-model", "a/b", "--spec-tokens", "2"])
     assert engine.speculative_config["model"] == "a/b"
+    engine, _ = _parse(["--spec-model", "a/b", "--spec-tokens", "2"])
+    assert engine.speculative_config == {"model": "a/b", "num_speculative_tokens": 2}, "its files say the method"
+
+
+def test_a_part_of_another_engines_mapping_has_a_short_flag(caplog: pytest.LogCaptureFixture) -> None:
+    for flag in ("-cc", "-O", "--compilation-config"):
+        assert _parse([f"{flag}.mode", "3"]) == (EngineConfig(), ServeConfig())
+    assert all(line.startswith("compilation_config=") for line in caplog.messages) and len(caplog.messages) == 3
 
 
 @pytest.mark.parametrize("name", _rows(take=True))

@@ -31,6 +31,15 @@ class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
     num_lookahead: int = 0  # tokens behind a step's last one that a drafter's layers are written for
     num_next_tokens: int = 0  # tokens behind a token from which its entry in these follows as well
 
+    @property
+    def num_unsure(self) -> int:
+        """The most tokens by which a row's blocks are ahead of what is known of it.
+
+        By a step that runs and the next one, all of whose drafts may count, and what a drafter's layers are written
+        for behind them.
+        """
+        return 2 * (1 + self.max_num_drafts) + self.num_lookahead
+
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     """A request that enters a row: new, or resumed after preemption (which is completion)."""

@@ -15,7 +15,7 @@ from insides import runner_of
 from octavo import LLM
 from octavo.bench import reproducibility
 from octavo.bench.circumstances import Answer, Run, in_groups, make_jobs
-from octavo.bench.reproducibility import Bench, Difference, make_axes
+from octavo.bench.reproducibility import Bench, Difference, Narrator, make_axes
 from octavo.bench.shapes import SHAPES
 from octavo.checkpoint.hub import find_model
 from octavo.cli.flags import UsageError
@@ -40,6 +40,26 @@ def test_no_axis_changes_a_bit(dtype: str, chosen: tuple[str, ...], capsys: pyte
         assert not (row["different_tokens"] or row["different_logprobs"] or row["different_folds"]), (name, row)
     if control["different_folds"]:  # else this processor's library gives the same bits at every number of rows
         assert code == 0 and document["good"]
+
+
+def test_what_runs_is_told_as_it_begins_and_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    times = [10.0]
+    narrator = Narrator(10.0, lambda: times[-1])
+    narrator.begin("reference")
+    for seconds, done in ((12.0, 1), (15.5, 3), (17.0, 4), (20.5, 9)):
+        times.append(seconds)
+        narrator.tell(done, 9)
+    assert capsys.readouterr().err.splitlines() == [
+        "   0.0 s       reference: begins",
+        "   5.5 s       reference: 3 of 9 requests",
+        "  10.5 s       reference: 9 of 9 requests",
+    ]
+
+
+def test_every_stage_says_that_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    reproducibility.main(["--dtype", "float32", "--device", "cpu", "--tokens", "64", "--axis", "speculation"])
+    told = [line.split(" s ")[1].strip() for line in capsys.readouterr().err.splitlines() if line.endswith("begins")]
+    assert told == ["reference: begins", "speculation: begins"]
 
 
 def test_no_axis_changes_a_bit_of_a_model_with_states(capsys: pytest.CaptureFixture[str]) -> None:

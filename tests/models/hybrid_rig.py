@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from octavo.attention.base import BACKENDS, AttentionInputs, ForwardContext, TableContext, forward_context
+from octavo.attention.base import BACKENDS, NO_TAPS, AttentionInputs, ForwardContext, TableContext, forward_context
 from octavo.cache.groups import make_groups
 from octavo.cache.layout import LAYOUTS
 from octavo.cache.pool import KVCachePool
@@ -51,6 +51,7 @@ class HybridRig:
         self.step = StateStep()
         states = layer_states(specs, self.pool, self.block_tables, self.step, state_backend(torch.device("cpu")))
         self.layers = layer_contexts(specs, self.tables, self.pool, states)
+        self.taps = NO_TAPS
         self.rows: dict[str, int] = {}
         self.lengths: dict[str, int] = {}
 
@@ -96,6 +97,7 @@ class HybridRig:
             tables=self.tables,
             positions=inputs.positions,
             logit_tokens=tokens if last else None,
+            taps=self.taps,
         )
         ids = torch.tensor([token for tokens in chunks.values() for token in tokens])
         with forward_context(context):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import json
 import pkgutil
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,12 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from hybrid_configs import HYBRIDS
+from hybrid_rig import HybridRig
 from loading import load_model
-from model_rig import Rig, make_reference
-from octavo.attention.base import ForwardContext, forward_context
+from model_rig import Case, Rig, make_reference
+from octavo.attention.base import ForwardContext, Taps, forward_context
 from octavo.checkpoint.config_reader.checkpoint import read_arch
+from octavo.checkpoint.config_reader.drafters import read_block, read_head
 from octavo.checkpoint.drafters import build_drafters, read_drafter
 from octavo.checkpoint.loader import fill_model
 from octavo.models import ARCHITECTURES
@@ -283,6 +287,65 @@ def test_eagle_equals_a_plain_loop(target: Any, tmp_path: Path, brings: bool) ->
 
 
 HYBRID = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize("family", ["falcon-h1", "nemotron-h", "granite4", "jamba", "qwen3-next"])
+def test_places_that_a_head_reads_are_counted_in_the_published_models_layers(
+    tiny_case: Callable[[str], Case], family: str
+) -> None:
+    """What enters layer i is transformers' hidden state i, and 0 the embedding, also where a layer is two of ours."""
+    case = tiny_case(family)
+    arch, count = case.model.arch, len(case.reference.model.layers)
+    sizes = {"hidden_size": arch.hidden_size, "vocab_size": arch.vocab_size}
+    numbers = list(range(count))
+    config = {**HEAD_CONFIG, **sizes, "eagle_config": {"eagle_aux_hidden_state_layer_ids": numbers}}
+    draft = read_head(config, "config.json", "eagle3", arch, [])
+    tokens = torch.randint(arch.vocab_size, (LENGTH,))
+    taps = torch.full((LENGTH, count * arch.hidden_size), torch.nan)
+    rig = HybridRig(case.model)
+    rig.taps = Taps(draft.taps, taps)
+    rig.run(tokens.tolist(), [LENGTH])
+    with torch.no_grad():
+        expected = case.reference(tokens[None], output_hidden_states=True).hidden_states[:count]
+    for number, (own, states) in enumerate(zip(taps.split(arch.hidden_size, 1), expected, strict=True)):
+        assert (own * draft.tap_unit - states[0]).abs().max() <= 1e-5 * states.abs().max(), number
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, count]}
+    with pytest.raises(ValueError, match=f"the target has {count} layers: numbers from 0 to {count - 1} are needed"):
+        read_head(config, "config.json", "eagle3", arch, [])
+
+
+def test_a_head_reads_the_stream_in_the_published_models_units(target: Any, tmp_path: Path) -> None:
+    """Granite's is counted in residual multipliers here, so that its layers are Llama's."""
+    write(tmp_path, EAGLE3, eagle3_weights(torch.arange(DRAFT_VOCAB)))
+    draft = read_drafter(tmp_path, "eagle3", dataclasses.replace(target.arch, stream_unit=0.25))
+    given, found = torch.randn(LENGTH, len(draft.taps) * SIZE), []
+    for unit in (draft.tap_unit, 1.0):
+        (head,) = build_drafters(dataclasses.replace(draft, tap_unit=unit), target, torch.float32)
+        fill_model(head, tmp_path)  # type: ignore[arg-type]
+        found.append(head.begin(given / unit))
+    assert torch.equal(*found)
+
+
+def test_a_block_drafters_places_are_counted_so_too(tiny_case: Callable[[str], Case]) -> None:
+    """Of its numbers 0 is what the first layer leaves."""
+    arch = dataclasses.replace(tiny_case("falcon-h1").model.arch, embedding_scale=1.0)
+    config = {**HEAD_CONFIG, "hidden_size": arch.hidden_size, "vocab_size": arch.vocab_size, "mask_token_id": 3}
+    config |= {"target_layer_ids": [0, 2], "architectures": ["DFlashDraftModel"]}
+    taps = read_block(config, "config.json", arch, 4).taps
+    assert taps == tuple((layer + 1) * arch.num_layers // 3 for layer in (0, 2))
+
+
+@pytest.mark.parametrize("family", ["nemotron-h", "bamba", "jamba", "lfm2", "granite4", "falcon-h1", "mamba2"])
+def test_modules_of_families_whose_modules_are_not_read_are_refused_by_name(
+    tiny_case: Callable[[str], Case], family: str, tmp_path: Path
+) -> None:
+    """S.1: a count of modules in a config.json, and random weights, make none of another family's."""
+    arch = tiny_case(family).model.arch
+    config = {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1, "num_hidden_layers": arch.num_published}
+    config |= {"hidden_size": arch.hidden_size, "vocab_size": arch.vocab_size}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"multi-token prediction of {arch.name} is not read"):
+        read_drafter(tmp_path, "mtp", arch, "dummy")
 
 
 @pytest.mark.parametrize("family", ["deepseek3", "qwen3", "qwen3-moe", "glm4", "qwen3-next", "qwen3.5-moe"])

@@ -85,14 +85,6 @@ def make_scheduler(
     advances: bool = False,
     **options: Any,
 ) -> Scheduler:
-    kv = KVManager(
-        groups,
-        num_blocks,
-        enable_prefix_caching=enable_prefix_caching,
-        secret=b"test",
-        num_next_tokens=num_next_tokens,
-        advances=advances,
-    )
     limits = StepLimits(
         max_num_rows=max_num_seqs,
         max_num_tokens=max_num_batched_tokens,
@@ -100,6 +92,15 @@ def make_scheduler(
         max_num_drafts=num_drafts,
         num_next_tokens=num_next_tokens,
         num_lookahead=num_lookahead,
+    )
+    kv = KVManager(
+        groups,
+        num_blocks,
+        enable_prefix_caching=enable_prefix_caching,
+        secret=b"test",
+        num_next_tokens=num_next_tokens,
+        advances=advances,
+        num_unsure=limits.num_unsure,
     )
     return Scheduler(
         kv,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 from burst import nemotron_groups
 from octavo.bench.shapes import SHAPES
 from octavo.cache.groups import CacheGroup, block_bytes
+from octavo.cache.policies import most_decoding
 from octavo.config.engine_config import DEFAULT_BLOCK_SIZE
 from octavo.request.request import Request
 from octavo.request.structured_outputs import StructuredOutputsParams
@@ -84,6 +86,66 @@ def test_without_it_rows_that_cross_a_border_together_have_three_states() -> Non
     steps, preempted, most = run_shape(32, 32 * 450 << 20, enable_prefix_caching=False)
     assert (steps, preempted, most) == (256, 0, 32 * (3 * 104 + 2 * 60 + 5) << 20)
     assert run_shape(32, 32 * 200 << 20, enable_prefix_caching=False)[1] <= 2
+
+
+def decode_with_drafts(scheduler: Scheduler, rng: random.Random) -> tuple[dict[str, int], int, int]:
+    """Run to the end, one step in flight, any number of drafts accepted.
+
+    The most entries of any row by kind of group, the most rows at once, and the drafts that were planned.
+    """
+    most, most_rows, num_drafts, before = {"inputs": 0, "state": 0}, 0, 0, None
+    table, kv = scheduler._running.rows, scheduler.kv
+    while scheduler.num_unfinished:
+        known, plan = table.num_known - table.num_tokens, scheduler.schedule()
+        known[[new.row for new in plan.new_rows]] = 0
+        drawn = [row for row in plan.rows.tolist() if table.num_known[row] - table.num_tokens[row] > known[row]]
+        drafts = dict(zip(plan.rows.tolist(), plan.num_drafts.tolist(), strict=False))
+        num_drafts += sum(drafts.values())
+        tokens = [[7] * (1 + rng.randint(0, drafts.get(row, 0))) for row in drawn]
+        decoding = [one for one in scheduler.running if one.num_computed > one.num_prompt]
+        for group, index in [(group, at) for at, group in enumerate(kv._groups) if group.kind in most]:
+            held = [sum(map(bool, kv.tables(one)[index])) // group.parts.blocks for one in decoding]
+            most[group.kind] = max([most[group.kind], *held])
+        most_rows = max(most_rows, len(scheduler.running))
+        if before is not None:
+            scheduler.update(*before)
+        before = (plan, result_of(plan.step, drawn, tokens)) if plan.has_work else None
+    return most, most_rows, num_drafts
+
+
+@pytest.mark.parametrize("num_drafts", [1, 4, 16])
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_a_row_with_drafts_has_no_more_at_once_than_is_kept_for_it(num_drafts: int, block_size: int) -> None:
+    """And comes to have as much: what is kept is no more than it takes."""
+    inputs, state = states(64, block_size, blocks=3, unit=block_size)
+    fields = {"num_drafts": num_drafts, "num_lookahead": num_drafts, "enable_prefix_caching": False}
+    scheduler = make_scheduler(
+        (full(block_size), inputs, state), num_blocks=4000, max_model_len=1024, max_num_batched_tokens=512, **fields
+    )
+    for _ in range(8):
+        scheduler.add(make_request(16, 900, ignore_eos=True))
+    most, _, count = decode_with_drafts(scheduler, random.Random(3))
+    unsure = 2 * (1 + num_drafts) + num_drafts
+    assert count > 1000 and most["state"] == most_decoding(state, unsure)
+    assert most_decoding(inputs, unsure) - 1 <= most["inputs"] <= most_decoding(inputs, unsure)
+
+
+def test_rows_with_drafts_fill_a_small_pool_and_keep_their_drafts() -> None:
+    """Of 40 rows 8 fit; 6 would, if three states and two chunks were kept for each."""
+    inputs, state = states(64, 16, blocks=14, unit=16)
+    scheduler = make_scheduler(
+        (full(16), inputs, state),
+        num_blocks=900,
+        max_model_len=1024,
+        max_num_batched_tokens=512,
+        max_num_seqs=40,
+        num_drafts=4,
+        enable_prefix_caching=False,
+    )
+    for _ in range(40):
+        scheduler.add(make_request(70, 200, ignore_eos=True))
+    _, most_rows, count = decode_with_drafts(scheduler, random.Random(5))
+    assert (most_rows, scheduler.num_preemptions) == (8, 0) and count > 0.9 * 40 * 200
 
 
 @pytest.mark.parametrize("groups", [[full()], [full(), *states(16, blocks=2)]], ids=["attention", "states"])

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
+from typing import Any, cast
+
 import numpy as np
 import pytest
 
 from octavo.plan import StepLimits
+from octavo.request.request import RequestRows
+from octavo.sched.drafts import Drafting
 from octavo.sched.drafts.depth import Depth
 
 ROWS = np.array([0, 1])
@@ -90,3 +96,24 @@ def test_who_enters_a_row_begins_anew() -> None:
         depth.learn(ROWS, np.array([4, 4]), np.array([0, 0]))
     depth.clear(ROWS[:1])
     assert depth.of_rows(ROWS, 4, 1).tolist() == [4, 0]
+
+
+@pytest.mark.parametrize(
+    ("num_accepted", "lookahead", "is_said"), [(0, 4, True), (1, 4, False), (0, 0, False)], ids=["wrong", "", "n-grams"]
+)
+def test_a_drafter_whose_drafts_are_hardly_ever_right_is_told_once(
+    num_accepted: int, lookahead: int, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"max_num_rows": 8, "max_num_tokens": 64, "max_model_len": 64}
+    limits = StepLimits(max_num_drafts=4, num_lookahead=lookahead, **sizes)
+    drafting = Drafting(limits, cast(Any, None), RequestRows(8, 5), cheap_tokens=0)
+    plan: Any = SimpleNamespace(rows=ROWS, num_drafts=np.array([4, 4]))
+    result: Any = SimpleNamespace(rows=ROWS, num_sampled=np.array([1 + num_accepted, 1]))
+    with caplog.at_level(logging.WARNING, "octavo"):
+        for _ in range(15):
+            drafting.take_back_rejected(plan, result, {})
+        assert not caplog.messages, "120 drafts are too few to judge by"
+        for _ in range(30):
+            drafting.take_back_rejected(plan, result, {})
+    said = [line for line in caplog.messages if "0 of the first 128 drafts were accepted" in line]
+    assert len(said) == len(caplog.messages) == is_said

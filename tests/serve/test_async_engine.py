@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_rig import PROMPT, params, pid_of, read, running, said, script, until
+from octavo.frontend.messages import Updates
 from octavo.frontend.request_metrics import RequestFacts
 from octavo.observe import LOGGER
 from octavo.request.outputs import CompletionOutput, RequestOutput
 from octavo.request.sampling_params import ParameterError, RequestOutputKind
+from octavo.request.updates import RequestUpdate
 from octavo.serve.engine.refusals import EngineDrainingError, QueueFullError
 from octavo.serve.engine.stream import MAX_UNREAD, Stream, merge_outputs
 from patience import patient
@@ -234,6 +236,22 @@ def test_observers_see_each_request_from_its_begin_to_its_end() -> None:
             await anext(stream)
             await stream.aclose()
             assert facts_of["b"].finished_at is not None and facts_of["b"].finish_reasons == {}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
+def test_what_a_step_brings_behind_a_stop_string_is_not_counted(kind: RequestOutputKind) -> None:
+    async def main() -> None:
+        async with running(script("--step-seconds", "1")) as engine:
+            facts_of: dict[str, RequestFacts] = {}
+            engine.observers.append(lambda event, facts: facts_of.update({facts.request_id: facts}))
+            prompt = engine.tokenizer.encode("one two three")
+            stream = engine.generate("a", prompt, params(2000, stop=["two"], output_kind=kind))
+            engine.engine_updates(Updates(1, [RequestUpdate("a", tokens=prompt)]))  # as a verification may bring it
+            tokens, last = await read(stream)
+            assert last.outputs[0].stop_reason == "two" and len(tokens) < len(prompt)
+            assert facts_of["a"].num_output_tokens == facts_of["a"].num_new_tokens == len(tokens)
 
     asyncio.run(main())
 

@@ -77,12 +77,16 @@ def make_jobs(num_tokens: int, vocab_size: int, seed: int) -> list[Job]:
     return jobs
 
 
+def unheard(num_done: int, num_all: int) -> None:
+    """Nobody is told how far a run is."""
+
+
 class Run:
     """One engine that answers jobs under circumstances."""
 
-    def __init__(self, llm: LLM, rng: random.Random) -> None:
-        """The engine's logits are observed from now on."""
-        self._llm, self.engine = llm, llm.engine
+    def __init__(self, llm: LLM, rng: random.Random, tell: Callable[[int, int], None] = unheard) -> None:
+        """The engine's logits are observed from now on. tell: hears how many of how many requests are answered."""
+        self._llm, self.engine, self._tell = llm, llm.engine, tell
         self._rng = rng
         self.engine.core.ask_workers("digest_logits", type(None))
         self._num_noise = 0
@@ -126,6 +130,7 @@ class Run:
                 self._disturb()
             finished |= {output.request_id: output for output in engine.step() if output.finished}
             step += 1
+            self._tell(sum(name.isdecimal() for name in finished), len(jobs) // count)
         folds = self._take_digests()
         self.hits = [output.num_cached_tokens or 0 for _, output in sorted(finished.items())]
         return [self._answer(jobs, index, count, finished, folds) for index in range(len(jobs))]

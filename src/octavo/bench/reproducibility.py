@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,11 @@ from octavo.config.engine_config import DEFAULT_BLOCK_SIZE
 from octavo.config.settings import ConfigError, did_you_mean
 from octavo.llm import LLM
 
+NUM_TOKENS = 20_000  # of each axis
+_TOKENS_HELP = (
+    f"output tokens compared per axis, at least (default: {NUM_TOKENS}, which take a CPU minutes; 500 show what runs)"
+)
+_TOLD_SECONDS = 5.0  # between lines about what runs
 NUM_CONTROL = 64  # requests that suffice to show a difference
 _HOST_REQUESTS = 4  # of MAX_LEN tokens, that host memory holds at least
 MAX_ROWS = 512  # requests that run at once, unless an axis says otherwise
@@ -188,14 +193,46 @@ def _of_cut_chunks() -> list[Axis]:
     ]
 
 
+class Narrator:
+    """Tells on stderr what runs, as it begins, and every few seconds how far it is."""
+
+    def __init__(self, started: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        """started: the clock's time that is called 0."""
+        self._started, self._clock, self._what, self._told = started, clock, "", 0.0
+
+    def begin(self, what: str) -> None:
+        """Something else runs from now on."""
+        self._what = what
+        self._say("begins")
+
+    def tell(self, num_done: int, num_all: int) -> None:
+        """So many requests of it are answered."""
+        if self._clock() - self._told >= _TOLD_SECONDS:
+            self._say(f"{num_done} of {num_all} requests")
+
+    def _say(self, text: str) -> None:
+        self._told = self._clock()
+        print(f"{self._told - self._started:6.1f} s {self._what:>15}: {text}", file=sys.stderr, flush=True)
+
+
 class Bench:
     """The reference, and every axis beside it."""
 
-    def __init__(self, shape: str | None, settings: dict[str, Any], num_tokens: int, seed: int, times: int = 0) -> None:
+    def __init__(
+        self,
+        shape: str | None,
+        settings: dict[str, Any],
+        num_tokens: int,
+        seed: int,
+        times: int = 0,
+        started: float | None = None,
+    ) -> None:
         """`shape`: random weights of that shape; None: the model that `settings` name, or the bundled one.
 
         times: how often a request is asked again behind a disturbing one, where layers keep states (0: once each).
+        started: of time.perf_counter, from which stderr's lines count (default: now).
         """
+        self._narrator = Narrator(time.perf_counter() if started is None else started)
         self._shape, self._seed, self._num_tokens = shape, seed, num_tokens
         self._settings = {
             "max_model_len": MAX_LEN,
@@ -223,7 +260,7 @@ class Bench:
             if not self._jobs:  # of the reference: others have blocks of other sizes
                 self._measure(llm)
             self._jobs = self._jobs or make_jobs(self._num_tokens, llm.engine.limits.vocab_size, self._seed)
-            yield Run(llm, random.Random(self._seed))
+            yield Run(llm, random.Random(self._seed), self._narrator.tell)
 
     def _measure(self, llm: LLM) -> None:
         """What the longest request takes of the cache."""
@@ -236,12 +273,14 @@ class Bench:
 
     def reference(self) -> list[Answer]:
         """All requests at once."""
+        self._narrator.begin("reference")
         with self.run() as run:
             return run.answers(self._jobs)
 
     def results(self, restarted: list[Answer], chosen: Sequence[str]) -> Iterator[tuple[str, Difference, str]]:
         """Per axis its name, what differs, and a remark. `restarted`: what another process was given."""
         with contextlib.ExitStack() as folders, contextlib.ExitStack() as stack:
+            self._narrator.begin("reference")
             run = stack.enter_context(self.run())
             expected = run.answers(self._jobs)
             if restarted:
@@ -254,6 +293,7 @@ class Bench:
             for axis in make_axes(self.device, self._jobs, rng, answers=answers, **self._sizes):
                 if chosen and axis.name not in chosen:
                     continue
+                self._narrator.begin(axis.name)
                 if axis.settings != settings:
                     stack.close()
                     settings = axis.settings
@@ -272,6 +312,7 @@ class Bench:
         """
         if self.device == "cpu":
             return _library_products(self._seed)
+        self._narrator.begin("control")
         difference = self._batch_sizes(numerics="fast")
         if difference.any:
             return difference, "numerics=fast"
@@ -317,7 +358,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quantization", choices=["int8"])
     parser.add_argument("--attention-backend")
     parser.add_argument("--kv-cache-memory-bytes", help="as `octavo serve` has it, for several of these on one GPU")
-    parser.add_argument("--tokens", type=int, default=20_000, help="output tokens compared per axis, at least")
+    parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help=_TOKENS_HELP)
     parser.add_argument("--times", type=int, default=0, help="of the axis `A, B, A`, at least (default: each request)")
     parser.add_argument("--seed", type=int, default=0, help="draws the requests and the circumstances")
     parser.add_argument("--axis", action="append", default=[], help="only this one; may be repeated")
@@ -335,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "kv_cache_memory_bytes",
     )
     settings = {name: options[name] for name in names if options[name] is not None}
-    bench = Bench(options["shape"], settings, options["tokens"], options["seed"], options["times"])
+    bench = Bench(options["shape"], settings, options["tokens"], options["seed"], options["times"], started)
     if options["write"]:
         Path(options["write"]).write_bytes(msgspec.msgpack.encode(bench.reference()))
         return 0

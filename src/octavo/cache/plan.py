@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from octavo.cache.groups import CacheGroup, TableSpec
 from octavo.cache.parts import layer_bytes
+from octavo.cache.policies import most_decoding
 from octavo.plan import StepLimits
 
 
@@ -100,7 +101,22 @@ class CachePlan:
                 f"({blocks} blocks, {show_bytes(used)} used); the inputs of an open chunk of {tokens.chunk} tokens "
                 f"take {show_bytes(most * size)}."
             )
+            if self.limits.max_num_drafts:
+                lines.append(self._show_decoding(state, tokens))
         return lines
+
+    def _show_decoding(self, state: CacheGroup, tokens: CacheGroup) -> str:
+        """What a row that decodes has at once of a kind of layer, with drafts and without."""
+        counts = [[most_decoding(group, n) for group in (state, tokens)] for n in (self.limits.num_unsure, 0)]
+        (states, inputs), (state_alone, chunk) = counts
+        with_drafts, without = (
+            show_bytes(self.bytes_per_block * (own * state.parts.blocks + num * tokens.parts.blocks))
+            for own, num in counts
+        )
+        return (
+            f"  Drafts: a row that decodes has up to {states} of these states and the inputs of {inputs} blocks at "
+            f"once, {with_drafts}; without drafts {state_alone} and {chunk}, {without}."
+        )
 
     def _why_length(self) -> str:
         return f", {self.why['max_model_len']}" if "max_model_len" in self.why else ""

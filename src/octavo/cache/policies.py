@@ -233,6 +233,22 @@ def blocks_for_request(groups: Sequence[CacheGroup], num_tokens: int, max_new: i
     return sum([group.parts.blocks * policy.peak_entries(num_tokens, max_new) for group, policy in pairs])
 
 
+def most_decoding(group: CacheGroup, num_unsure: int) -> int:
+    """Entries that a row which decodes has at once, in a group of states or of their inputs.
+
+    num_unsure: by so many tokens its blocks may be ahead of what is known of it, 0 where a new state takes the blocks
+    of the one before it. Else what lies before a border stays until it is known that the row has passed it: the state
+    that is read beside the next one, and the inputs of a whole chunk beside those of the next one's first tokens.
+    """
+    if group.kind == "inputs":
+        chunk = cdiv(group.chunk, group.block_size)
+        return chunk + min(cdiv(num_unsure, group.block_size), chunk)
+    if not num_unsure:
+        return 1
+    until_known = cdiv(num_unsure, group.unit) * group.unit  # blocks come and go as a unit begins
+    return 2 + (until_known > group.block_size - group.unit)  # blocks of a third are reserved before the first's go
+
+
 def lost_prefixes(groups: Sequence[CacheGroup]) -> str:
     """Why no prefix of these groups can ever be found again; empty: it can."""
     layers = [layer for group in groups if group.kind == "encoder_only" for layer in group.layers]

@@ -138,6 +138,7 @@ class Arch:
     default_length: int = 0  # tokens of a request where nobody asks for more; 0: max_position
     norm_eps: float
     layers: tuple[LayerKind, ...]
+    layers_of_each: int = 1  # of `layers`, what one layer of the published model is: Falcon-H1's are two
     moe_layers: frozenset[int] = frozenset()
     moe: Moe | None = None
     latent: Latent | None = None  # then num_kv_heads is 1 and head_size the state's, latent and rope
@@ -156,6 +157,7 @@ class Arch:
     attention_scale: float = 0.0  # config_reader resolves it, never 0 there
     logit_soft_cap: float = 0.0  # 0: none
     embedding_scale: float = 1.0
+    stream_unit: float = 1.0  # what 1 in the stream between layers stands for in the published model's
     logit_divisor: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -164,6 +166,11 @@ class Arch:
     def num_layers(self) -> int:
         """Count of decoder layers."""
         return len(self.layers)
+
+    @property
+    def num_published(self) -> int:
+        """Count of layers as the model's config.json and its drafters number them."""
+        return len(self.layers) // self.layers_of_each
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,6 +183,7 @@ class DraftArch:
     vocab_size: int = 0  # of the drafts: eagle3 may know fewer tokens than the target
     taps: tuple[int, ...] = ()  # eagle3, dflash: it reads the stream behind so many of the target's layers
     target_size: int = 0  # eagle3, dflash: elements of a tap
+    tap_unit: float = 1.0  # eagle3: what 1 in a tap stands for in the published model's stream
     norm_before_residual: bool = False  # eagle3: the stream is the normed state
     fc_bias: bool = False  # eagle
     has_embedding: bool = False  # the checkpoint brings its own

@@ -8,10 +8,11 @@ of what probe, config, memory and the model say. Invariant: it reads a checkpoin
 from __future__ import annotations
 
 import functools
+import logging
 import platform
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import octavo
 from octavo.cache.plan import show_bytes
@@ -28,6 +29,7 @@ from octavo.startup.cache import plan_cache
 from octavo.startup.memory_plan import with_planned_length
 from octavo.worker.backends import backend_classes, backend_facts, buffer_bytes
 
+_LOG = logging.getLogger(__name__)
 _DESCRIPTION = "Print versions, devices, the memory plan, the numerics contract and settings. Loads no weights."
 
 
@@ -49,21 +51,24 @@ def main(argv: Sequence[str]) -> int:
     if getattr(namespace, "explain", False):
         _section("Settings", _settings(config, origins))
     arch = _read_arch(config)
-    specs, layers, weight_bytes, resolved = _build(arch, config, resolve(config, arch, facts))
     _section("Model", _model(config, arch))
+    layers, built, resolved = _build(arch, config, resolve(config, arch, facts))
     on_gpu = resolved.device == "cuda"
     free, total = (facts.cuda_free_bytes, facts.cuda_total_bytes) if on_gpu else (facts.free_bytes, facts.total_bytes)
     try:
         plan = plan_cache(
             arch,
             resolved,
-            specs,
-            backend_facts(resolved, arch.num_layers),
+            built.specs,
+            backend_facts(resolved, len(built.specs)),
             free_bytes=free,
             total_bytes=total,
-            weight_bytes=weight_bytes,
+            weight_bytes=built.weight_bytes,
             weights_loaded=False,
             buffer_bytes=functools.partial(buffer_bytes, resolved),
+            max_num_drafts=built.num_drafts,
+            num_lookahead=built.num_lookahead,
+            num_next_tokens=built.num_next_tokens,
             moves_runs=moves_runs(make_kind(read_kv_transfer(config.kv_transfer_config))),
         )
         resolved = with_planned_length(config, arch, resolved, plan)
@@ -119,20 +124,35 @@ def _read_arch(config: EngineConfig) -> Arch:
     return read_arch(folder, config.model_packages, config.hf_overrides)
 
 
-def _build(
-    arch: Arch, config: EngineConfig, resolved: Resolved
-) -> tuple[Sequence[LayerSpec], list[tuple[str, str]], int, Resolved]:
-    """Of a model that is built without weights: what its layers keep, what runs their lines, its weights' bytes.
+class _Built(NamedTuple):
+    """What a plan takes of a model and its drafter, which are built without weights."""
 
-    And the settings that its mods ask for.
-    """
+    specs: Sequence[LayerSpec]
+    weight_bytes: int
+    num_drafts: int
+    num_lookahead: int
+    num_next_tokens: int
+
+
+def _build(arch: Arch, config: EngineConfig, resolved: Resolved) -> tuple[list[tuple[str, str]], _Built, Resolved]:
+    """What runs the lines of the model's layers; what a plan takes; and the settings that mods and drafter ask for."""
     from octavo.attention.mods.choice import mods_of
     from octavo.checkpoint.loader import weight_bytes
     from octavo.worker import model as models
 
     model, resolved = models.build(arch, config, resolved, mods_of(config, arch.num_layers))
     layers = model.describe_layers(backend_classes(resolved, arch.num_layers))
-    return model.layer_specs, layers, weight_bytes(model, resolved), resolved
+    speculator, num_bytes, resolved = models.build_speculator(model, resolved)
+    if num_bytes is None:
+        _LOG.warning("the memory plan lacks what %s loads: it has no `build`", resolved.speculative.method)
+    built = _Built(
+        (*model.layer_specs, *speculator.layer_specs),
+        weight_bytes(model, resolved) + (num_bytes or 0),
+        speculator.num_drafts,
+        speculator.num_lookahead,
+        speculator.num_next_tokens,
+    )
+    return layers, built, resolved
 
 
 def _model(config: EngineConfig, arch: Arch) -> list[tuple[str, object]]:
@@ -140,7 +160,7 @@ def _model(config: EngineConfig, arch: Arch) -> list[tuple[str, object]]:
     return [
         ("model", config.model),
         ("architecture", arch.name),
-        ("layers", f"{arch.num_layers}" + (f", sliding windows {windows}" if windows else "")),
+        ("layers", f"{arch.num_published}" + (f", sliding windows {windows}" if windows else "")),
         ("heads", f"{arch.num_heads} query, {arch.num_kv_heads} key/value, of {arch.head_size}"),
         ("hidden, intermediate", f"{arch.hidden_size}, {arch.intermediate_size}"),
         ("vocabulary", arch.vocab_size),

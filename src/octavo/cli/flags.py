@@ -323,7 +323,8 @@ def _split_dotted(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, A
     plain: list[str] = []
     dotted: dict[str, dict[str, Any]] = {}
     rest = iter(argv)
-    for argument in rest:
+    for given in rest:
+        argument = _long_form(given)
         if not argument.startswith("--") or any(space in argument.partition("=")[0] for space in " \n\t"):
             plain.append(argument)
             continue
@@ -340,6 +341,17 @@ def _split_dotted(argv: Sequence[str]) -> tuple[list[str], dict[str, dict[str, A
             raise UsageError(f"{name} needs a value")
         entries[key] = _plain_value(value)
     return plain, dotted
+
+
+def _long_form(argument: str) -> str:
+    """`-sc.key` of a mapping's short flag as `--speculative-config.key`; all else as it is."""
+    short, dot, rest = argument.partition(".")
+    if not dot or short.startswith("--"):
+        return argument
+    own = {f"-{fact.short}": name for name, fact in SETTINGS.items() if fact.short and fact.kind == "dict"}
+    others = {each: name for name, option in OPTIONS.items() for each in option.short if option.harmless is None}
+    name = {**others, **own}.get(short)
+    return argument if name is None else f"{flag_name(name)}.{rest}"
 
 
 def _plain_value(text: str) -> Any:

@@ -182,8 +182,8 @@ class _Session:
             if stats.num_drafts:
                 per_step = 1 + stats.num_accepted_tokens / stats.num_drafts
                 share = stats.num_accepted_tokens / stats.num_draft_tokens
-                drafted = f"{stats.num_draft_tokens} drafts, {share:.0%} accepted"
-                print(f"{drafted}: {per_step:.2f} tokens a step", file=sys.stderr)
+                drafted = f"{stats.num_draft_tokens} draft tokens in {stats.num_drafts} verifications"
+                print(f"{drafted}, {share:.0%} accepted: {per_step:.2f} tokens each", file=sys.stderr)
 
 
 def _fields(config: EngineConfig) -> dict[str, Any]:

@@ -129,6 +129,11 @@ class Frontend:
         return self._outputs.request_of(sequence_id)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all completions so far; those that came behind a completion's end are none of them."""
+        return self._outputs.num_tokens
+
+    @property
     def num_sequences(self) -> int:
         """Sequences that have not ended."""
         return self._outputs.num_sequences

@@ -192,7 +192,8 @@ def _refuse(model: nn.Module, config: Mapping[str, Any]) -> None:
 
 def _refuse_ends(plan: FamilyPlan, name: str) -> None:
     """Raises ValueError for what the engine does at the ends of a model and the classes below do not."""
-    known = {*LAYER_FACTS, *_Embedding.facts, *_Norm.facts, *_Head.facts}
+    of_drafters = "layers_of_each", "stream_unit"
+    known = {*LAYER_FACTS, *_Embedding.facts, *_Norm.facts, *_Head.facts, *of_drafters}
     for field in dataclasses.fields(plan.arch):
         value = getattr(plan.arch, field.name)
         if field.name not in known and value != field.default:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from octavo.cache.groups import CacheGroup
-from octavo.cache.policies import Policy
+from octavo.cache.policies import Policy, most_decoding
 from octavo.plan import IntArray
 from octavo.request.request import Request
 from octavo.sched.block_pool import NULL_BLOCK, BlockPool
@@ -32,16 +32,25 @@ class Advancing:
     """Of all requests of a KVManager."""
 
     def __init__(
-        self, groups: Sequence[CacheGroup], policies: Sequence[Policy], pool: BlockPool, *, is_on: bool
+        self,
+        groups: Sequence[CacheGroup],
+        policies: Sequence[Policy],
+        pool: BlockPool,
+        *,
+        is_on: bool,
+        num_unsure: int = 2,
     ) -> None:
         """policies: of the groups, in order.
 
-        is_on: no row has drafts, no connector reads its states, and no step is tried twice.
+        is_on: no row has drafts, no connector reads its states, and no step is tried twice. num_unsure: the most tokens
+        by which a row's blocks are ahead of what is known of it.
         """
         self._groups, self._pool, self._is_on = list(zip(groups, policies, strict=True)), pool, is_on
         self._num_plain = sum(group.parts.blocks for group in groups if group.is_attention)
         self._inputs = [group for group in groups if group.kind == "inputs"]
         self._states = [(index, group) for index, group in enumerate(groups) if group.kind == "state"]
+        of_states = [*self._inputs, *(group for _, group in self._states)]
+        self._most = {group: most_decoding(group, 0 if is_on else num_unsure) for group in of_states}
         chunks = [group.parts.blocks * -(-group.chunk // group.block_size) for group in self._inputs]
         self._written = functools.lru_cache(_MOST_KNOWN)(self._find_written)
         self._needed = self._num_plain + sum(chunks) + sum([group.parts.blocks for _, group in self._states])
@@ -123,16 +132,25 @@ class Advancing:
     def headroom(self, num: int, computed: IntArray) -> int:
         """Blocks that rows which have `computed` so many tokens each, [N], soon need.
 
-        Of attention `num` blocks of tokens; of states what they lack of all that they have at once: where a result may
-        take tokens back, a chunk and two states more, for what lies behind is given back when the next block begins.
+        Of attention `num` blocks of tokens; of states what they lack of all that they have at once: see most_decoding.
         """
-        total, spare = num * len(computed) * self._num_plain, 0 if self._is_on else 1
+        total = num * len(computed) * self._num_plain
         for group in self._inputs:
-            most = -(-group.chunk // group.block_size)
             opened = -(-computed // group.block_size) - computed // group.chunk * group.chunk // group.block_size
-            total += group.parts.blocks * int(((1 + spare) * most - opened).clip(min=0).sum())
+            total += group.parts.blocks * int((self._most[group] - opened).clip(min=0).sum())
         for _, group in self._states:
             dead = np.maximum((computed - 1) // group.block_size - 1, 0)
             held = -(-computed // group.unit) * group.unit // group.block_size - dead
-            total += group.parts.blocks * int((1 + 2 * spare - held).clip(min=0).sum())
+            total += group.parts.blocks * int((self._most[group] - held).clip(min=0).sum())
+        return total
+
+    def growth(self, computed: IntArray, num_new: int) -> int:
+        """The most blocks that rows which have `computed` so many tokens each, [N], take for `num_new` more."""
+        total, ends = 0, computed + num_new
+        for group, _ in self._groups:
+            if group.kind == "encoder_only":
+                continue
+            unit = group.unit if group.kind == "state" else group.block_size
+            before, behind = (-(-tokens // unit) * unit // group.block_size for tokens in (computed, ends))
+            total += group.parts.blocks * int((behind - before).sum())
         return total

@@ -71,10 +71,11 @@ class KVManager:
         identity: CacheIdentity = LOCAL,
         num_next_tokens: int = 0,
         advances: bool = False,
+        num_unsure: int = 2,
     ) -> None:
         """`num_blocks` counts the null block. `secret`: see HashChain; num_next_tokens: see StepLimits.
 
-        advances: see Advancing.
+        advances, num_unsure: see Advancing.
         """
         self.identity, self.num_next_tokens = identity, num_next_tokens
         self.block_size = min(group.block_size for group in groups)
@@ -93,7 +94,7 @@ class KVManager:
         self._states = [i for i, group in enumerate(groups) if group.kind == "state"]
         self._num_blocks = [group.parts.blocks for group in groups]  # of an entry
         self._pool = BlockPool(num_blocks, sum(self._num_blocks))
-        self._advancing = Advancing(self._groups, self._policies, self._pool, is_on=advances)
+        self._advancing = Advancing(self._groups, self._policies, self._pool, is_on=advances, num_unsure=num_unsure)
         self._prefixes = Prefixes(groups, self._policies, self._pool)
         self.unit = self._prefixes.unit  # hits are multiples of so many tokens
         self._chain = HashChain(self.block_size, secret=secret, identity=identity.encode(), num_ahead=num_next_tokens)
@@ -224,6 +225,10 @@ class KVManager:
     def headroom(self, num: int, computed: IntArray) -> int:
         """See Advancing."""
         return self._advancing.headroom(num, computed)
+
+    def growth(self, computed: IntArray, num_new: int) -> int:
+        """See Advancing."""
+        return self._advancing.growth(computed, num_new)
 
     def reserve_each(self, requests: Sequence[Request], starts: Sequence[int], ends: Sequence[int]) -> list[int] | None:
         """What `reserve` gives each to reach ends[i] tokens, where that is a block: requests[i] has computed starts[i].

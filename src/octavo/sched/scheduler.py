@@ -337,7 +337,7 @@ class Scheduler:
         rows, at, (num_new, by_row, drafts) = self._running.rows, self._running.at, self._repeated
         starts = rows.num_computed[at]
         if len(drafts):
-            if not self.drafting.has_room(len(at)) or len(self._growth.reserve_runs(at, starts, num_new, work)):
+            if not self.drafting.has_room(at) or len(self._growth.reserve_runs(at, starts, num_new, work)):
                 return False
             work.num_drafts, work.computed = drafts, starts
         else:

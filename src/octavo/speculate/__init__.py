@@ -8,7 +8,7 @@ where it is the token that is drawn at its place.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.cache.specs import LayerSpec
@@ -63,7 +63,8 @@ class Speculator(Protocol):
     def load(self, target: Model, resolved: Resolved) -> int:
         """Load what it needs beside the target, which is loaded; the bytes. Raises ValueError for what does not suit.
 
-        Once, before anything is sized.
+        Once, before anything is sized. One that also has `build`, of the same form, makes all that is final once `load`
+        was called there, reads no weights and wants none of the target's: `octavo doctor` plans by it.
         """
 
     def identity(self) -> str:
@@ -88,6 +89,10 @@ class NoSpeculator:
     layer_specs: Sequence[LayerSpec] = ()
     num_next_tokens = num_lookahead = 0
     captures = False
+
+    def build(self, target: Model, resolved: Resolved) -> int:
+        """Nothing."""
+        return 0
 
     def load(self, target: Model, resolved: Resolved) -> int:
         """Nothing."""
@@ -131,8 +136,22 @@ def make_speculator(config: SpeculativeConfig) -> Speculator:
     if lacking or not isinstance(found, type):
         said = f"it has no {', '.join(lacking)}" if lacking else "it is no class"
         raise _refuse(config.method, f"is no speculator: {said} (see docs/speculation.md)")
-    made: Speculator = found(config)
+    try:
+        made: Speculator = found(config)
+    except ValueError:  # its own words
+        raise
+    except Exception as error:
+        raise _refuse(config.method, f"cannot be made: {type(error).__name__}: {error}") from error
     return made
+
+
+def build_drafts(speculator: Speculator, target: Model, resolved: Resolved) -> int | None:
+    """The bytes that `load` will fill, of a target without weights; None: this speculator tells them as it loads.
+
+    Raises ValueError for what does not suit.
+    """
+    own: Callable[[Model, Resolved], int] | None = getattr(speculator, "build", None)
+    return None if own is None else own(target, resolved)
 
 
 def _refuse(name: str, limit: str) -> ConfigError:

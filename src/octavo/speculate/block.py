@@ -44,18 +44,21 @@ class BlockSpeculator:
         self.taps: Sequence[int] = ()
         self.layer_specs: Sequence[LayerSpec] = ()
 
-    def load(self, target: Model, resolved: Resolved) -> int:
-        """Read and fill the drafter. Raises ValueError for one of another target."""
+    def build(self, target: Model, resolved: Resolved) -> int:
+        """See Speculator. Raises ValueError for a drafter of another target."""
         config, dtype = self._config, getattr(torch, resolved.dtype)
         assert config.model, "dflash has a model"
-        folder = self._folder = find_model(config.model, config.revision)
-        drafter = self._drafter = build_block_drafter(folder, target, dtype, self.num_drafts)
-        size = weight_bytes(drafter, resolved)
-        device = torch.device(resolved.device)
-        fill_model(drafter, folder, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed)
+        self._folder = find_model(config.model, config.revision)
+        drafter = self._drafter = build_block_drafter(self._folder, target, dtype, self.num_drafts)
         self._vocab_size = target.arch.vocab_size
         self.taps, self.layer_specs = drafter.taps, drafter.layer_specs
         self._layers = OwnLayers([len(self.layer_specs)])
+        return weight_bytes(drafter, resolved)
+
+    def load(self, target: Model, resolved: Resolved) -> int:
+        """Build and fill the drafter."""
+        size, device, seed = self.build(target, resolved), torch.device(resolved.device), resolved.seed
+        fill_model(self._drafter, self._folder, resolved.quantization, resolved.load_format, device=device, seed=seed)
         return size
 
     def identity(self) -> str:

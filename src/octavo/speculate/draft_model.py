@@ -45,8 +45,8 @@ class DraftModelSpeculator:
         self.num_drafts = self.num_lookahead = config.num_speculative_tokens
         self.layer_specs: Sequence[LayerSpec] = ()
 
-    def load(self, target: Model, resolved: Resolved) -> int:
-        """Read and fill the drafter, which reaches as far as the target. Raises ValueError for another vocabulary."""
+    def build(self, target: Model, resolved: Resolved) -> int:
+        """See Speculator. The drafter reaches as far as the target. Raises ValueError for another vocabulary."""
         config, dtype = self._config, getattr(torch, resolved.dtype)
         assert config.model, "draft_model has a model"
         folder = self._folder = find_model(config.model, config.revision)
@@ -58,12 +58,15 @@ class DraftModelSpeculator:
         self._model = build_model(arch, dtype)
         if not all(isinstance(spec, AttentionSpec) and spec.causal for spec in self._model.layer_specs):
             raise _refuse(config.model, "a drafter has causal attention in all layers")
-        size = weight_bytes(self._model, resolved)
-        device = torch.device(resolved.device)
-        fill_model(self._model, folder, resolved.quantization, resolved.load_format, device=device, seed=resolved.seed)
         self._vocab_size = arch.vocab_size
         self.layer_specs = tuple(self._model.layer_specs)
         self._layers = OwnLayers([len(self.layer_specs)])
+        return weight_bytes(self._model, resolved)
+
+    def load(self, target: Model, resolved: Resolved) -> int:
+        """Build and fill the drafter."""
+        size, device, seed = self.build(target, resolved), torch.device(resolved.device), resolved.seed
+        fill_model(self._model, self._folder, resolved.quantization, resolved.load_format, device=device, seed=seed)
         return size
 
     def identity(self) -> str:

@@ -46,21 +46,25 @@ class HeadSpeculator:
         self.layer_specs: Sequence[LayerSpec] = ()
         self._drafters: list[DraftHead] = []
 
-    def load(self, target: Model, resolved: Resolved) -> int:
-        """Read and fill the drafter. Modules of multi-token prediction may lie in the target's own checkpoint."""
+    def build(self, target: Model, resolved: Resolved) -> int:
+        """See Speculator. Modules of multi-token prediction may lie in the target's own checkpoint."""
         config, dtype = self._config, getattr(torch, resolved.dtype)
-        folder = self._folder = find_model(config.model or resolved.model, config.revision)
-        draft = read_drafter(folder, config.method, target.arch, resolved.load_format)
+        self._folder = find_model(config.model or resolved.model, config.revision)
+        draft = read_drafter(self._folder, config.method, target.arch, resolved.load_format)
         self._drafters = build_drafters(draft, target, dtype)
         self.num_next_tokens = len(self._drafters)
-        size = sum(weight_bytes(drafter, resolved) for drafter in self._drafters)
-        for drafter in self._drafters:
-            device, seed = torch.device(resolved.device), resolved.seed
-            fill_model(drafter, folder, resolved.quantization, resolved.load_format, device=device, seed=seed)
         self._vocab_size = target.arch.vocab_size
         self.taps = tuple(self._drafters[0].taps) or (target.arch.num_layers,)
         self.layer_specs = [spec for drafter in self._drafters for spec in drafter.layer_specs]
         self._layers = OwnLayers([len(drafter.layer_specs) for drafter in self._drafters])
+        return sum(weight_bytes(drafter, resolved) for drafter in self._drafters)
+
+    def load(self, target: Model, resolved: Resolved) -> int:
+        """Build and fill the drafter."""
+        size = self.build(target, resolved)
+        for drafter in self._drafters:
+            device, seed = torch.device(resolved.device), resolved.seed
+            fill_model(drafter, self._folder, resolved.quantization, resolved.load_format, device=device, seed=seed)
         return size
 
     def identity(self) -> str:

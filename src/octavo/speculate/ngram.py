@@ -28,6 +28,10 @@ class NgramSpeculator:
         self.num_drafts = config.num_speculative_tokens
         self._shortest, self._longest = config.prompt_lookup_min, config.prompt_lookup_max
 
+    def build(self, target: Model, resolved: Resolved) -> int:
+        """Nothing."""
+        return 0
+
     def load(self, target: Model, resolved: Resolved) -> int:
         """Nothing."""
         return 0

@@ -221,7 +221,7 @@ def _make_scheduler(
 
     Raises ConfigError where what is remembered of so many blocks takes too much memory.
     """
-    caching = resolved.enable_prefix_caching
+    caching, limits = resolved.enable_prefix_caching, plan.limits
     try:
         kv = KVManager(
             plan.groups,
@@ -231,7 +231,8 @@ def _make_scheduler(
             identity=identity,
             num_next_tokens=plan.limits.num_next_tokens,
             # a step in which a row's mods fail is computed again for the others
-            advances=not plan.limits.max_num_drafts and connector is NO_CONNECTOR and not has_mods,
+            advances=not limits.max_num_drafts and connector is NO_CONNECTOR and not has_mods,
+            num_unsure=limits.num_unsure,
         )
     except MemoryError:
         free, total = map(show_bytes, probe.memory_bytes())

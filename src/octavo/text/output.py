@@ -45,6 +45,7 @@ class OutputProcessor:
         self._decode = tokenizer.decode_token if tokenizer is not None else _no_text
         self._requests: dict[str, _Request] = {}
         self._children: dict[str, _Child] = {}
+        self.num_tokens = 0  # of all completions so far, up to their ends
 
     def check(self, params: SamplingParams) -> None:
         """Raises ParameterError where there is no tokenizer for a request's text."""
@@ -98,6 +99,7 @@ class OutputProcessor:
             if child.index and request.owes_prompt_logprobs:
                 request.held.append(update)
                 continue
+            num_before = child.num_tokens
             try:
                 if child.take(update, now) and update.finish_reason is None:
                     ended.append(update.request_id)
@@ -105,6 +107,7 @@ class OutputProcessor:
                 touched.pop(request.request_id, None)
                 outputs.append(self._fail(request, error, ended))
                 continue
+            self.num_tokens += child.num_tokens - num_before
             if child.finish_reason is not None:
                 del self._children[update.request_id]
             if child.is_due():
@@ -359,8 +362,12 @@ class _Child:
         self._token_ids: list[int] = []
         self._versions = _PLAIN_VERSIONS
         self._pieces: list[str] = []
-        self._num_sent = 0  # tokens handed out
-        self._sent_end = False
+        self._num_sent, self._sent_end = 0, False  # tokens handed out, and whether the end was
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self._token_ids)
 
     @property
     def has_begun(self) -> bool:

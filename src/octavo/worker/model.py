@@ -27,7 +27,7 @@ from octavo.layers.embedding import Embedding
 from octavo.models.base import Model
 from octavo.ops.gemm import LinearWeight
 from octavo.ops.native.memory import PACKED_WEIGHTS
-from octavo.speculate import Speculator
+from octavo.speculate import Speculator, build_drafts, make_speculator, with_method
 from octavo.startup.fresh_pages import FRESH_PAGES
 from octavo.startup.memory_plan import check_weights
 from octavo.worker.backends import capability
@@ -80,6 +80,19 @@ def matrices(model: Model) -> list[torch.Tensor]:
     found = [value.storage for value in values if isinstance(value, LinearWeight)]
     tables = [layer.weight for layer in model.modules() if isinstance(layer, Embedding)]
     return list({tensor.data_ptr(): tensor for tensor in [*found, *tables]}.values())
+
+
+def build_speculator(model: Model, resolved: Resolved) -> tuple[Speculator, int | None, Resolved]:
+    """Who proposes drafts for a model without weights, as the settings say, without weights too.
+
+    The bytes that it will load, None where only it knows; and the settings with the method that its checkpoint says.
+    Raises ValueError for what an engine refuses.
+    """
+    resolved = dataclasses.replace(resolved, speculative=with_method(resolved.speculative))
+    speculator = make_speculator(resolved.speculative)
+    num_bytes = build_drafts(speculator, model, resolved)
+    check_drafts(speculator, model, resolved)
+    return speculator, num_bytes, resolved
 
 
 def check_drafts(speculator: Speculator, model: Model, resolved: Resolved) -> None:

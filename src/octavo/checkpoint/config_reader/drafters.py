@@ -17,6 +17,9 @@ from octavo.checkpoint.config_reader.families import BLOCK_LAYERS, FAMILIES, HEA
 from octavo.checkpoint.config_reader.fields import Fields
 from octavo.config.settings import ConfigError
 
+# Mixers of targets whose modules are a layer of theirs that attends; what other hybrids' modules are is not read.
+_MODULES_BESIDE = {"attention", "delta"}
+
 
 def read_head(config: Mapping[str, Any], where: str, method: str, target: Arch, names: Collection[str]) -> DraftArch:
     """The facts of an EAGLE head for `target`. names: of the checkpoint's tensors.
@@ -46,6 +49,7 @@ def read_head(config: Mapping[str, Any], where: str, method: str, target: Arch, 
         vocab_size=fields.integer("draft_vocab_size", 1, arch.vocab_size, arch.vocab_size, null=arch.vocab_size),
         taps=_taps(fields, target),
         target_size=_target_size(fields, target),
+        tap_unit=target.stream_unit,
         norm_before_residual=fields.flag("norm_before_residual", False),
         has_embedding=has_embedding,
     )
@@ -97,7 +101,7 @@ def read_block(config: Mapping[str, Any], where: str, target: Arch, num_drafts: 
         why = f"it drafts {block_size - 1} tokens: lower num_speculative_tokens={num_drafts} to {block_size - 1}"
         fields.refuse("block_size", block_size, why)
     behind = fields.get("target_layer_ids")
-    last = target.num_layers - 1
+    last = target.num_published - 1
     if not isinstance(behind, list) or not behind or any(type(n) is not int or not 0 <= n <= last for n in behind):
         fields.refuse("target_layer_ids", behind, f"the target has layers 0 to {last}")
     # where a file is silent, layers with a window are causal, but for those of transformers' own drafter, whose windows
@@ -112,7 +116,7 @@ def read_block(config: Mapping[str, Any], where: str, target: Arch, num_drafts: 
         method="dflash",
         arch=arch,
         vocab_size=target.vocab_size,
-        taps=tuple(layer + 1 for layer in behind),
+        taps=tuple((layer + 1) * target.layers_of_each for layer in behind),
         target_size=_target_size(fields, target),
         block_size=block_size,
         mask_token=fields.integer("mask_token_id", 0, target.vocab_size - 1),
@@ -128,14 +132,17 @@ def _target_size(fields: Fields, target: Arch) -> int:
 
 
 def _taps(fields: Fields, target: Arch) -> tuple[int, ...]:
-    """The stream behind so many layers; where a file is silent: near the bottom, the middle and the top."""
+    """The stream behind so many layers, 0: the embedding; where a file is silent, the bottom, the middle and the top.
+
+    A file counts the published model's layers.
+    """
     own = Fields({**fields.mapping("eagle_config"), **fields.values}, fields.where)
     own.only("use_aux_hidden_state", True)
-    name, last = "eagle_aux_hidden_state_layer_ids", target.num_layers
+    name, last = "eagle_aux_hidden_state_layer_ids", target.num_published
     found = own.get(name, [2, last // 2, last - 3])
-    if not isinstance(found, list) or not found or any(type(n) is not int or not 0 < n < last for n in found):
-        own.refuse(name, found, f"the target has {last} layers: numbers from 1 to {last - 1} are needed")
-    return tuple(found)
+    if not isinstance(found, list) or not found or any(type(n) is not int or not 0 <= n < last for n in found):
+        own.refuse(name, found, f"the target has {last} layers: numbers from 0 to {last - 1} are needed")
+    return tuple(number * target.layers_of_each for number in found)
 
 
 def read_modules(config: Mapping[str, Any], where: str, target: Arch, names: Collection[str]) -> DraftArch:
@@ -143,6 +150,9 @@ def read_modules(config: Mapping[str, Any], where: str, target: Arch, names: Col
 
     Raises ValueError, one line, where there are none, or for another target.
     """
+    if not {kind.mixer for kind in target.layers} <= _MODULES_BESIDE:
+        limit = f"method: multi-token prediction of {target.name} is not read"
+        raise ConfigError("speculative_config", {"method": "mtp"}, limit, "take method ngram, or another drafter")
     text = config.get("text_config")
     fields = Fields({**config, **text} if isinstance(text, Mapping) else config, where)
     under_mtp = any(name.startswith("mtp.") for name in names)
@@ -151,11 +161,12 @@ def read_modules(config: Mapping[str, Any], where: str, target: Arch, names: Col
     num_modules = fields.integer(field, 0, 64, 1 if under_mtp else 0)
     if not num_modules:
         limit = f"method: {where} has no modules of multi-token prediction ({field}=0)"
-        raise ConfigError("speculative_config", {"method": "mtp"}, limit, "set model to a checkpoint of them, or ngram")
+        change = "set model to a checkpoint that holds them, or take method ngram"
+        raise ConfigError("speculative_config", {"method": "mtp"}, limit, change)
     sizes = {
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
-        "num_hidden_layers": target.num_layers,
+        "num_hidden_layers": target.num_published,
     }
     for name, size in sizes.items():
         if fields.get(name) != size:

@@ -24,6 +24,7 @@ def read_granite(fields: Fields, family: Family, *, null_scale: bool = False) ->
     return dataclasses.replace(
         arch,
         norm_eps=arch.norm_eps / residual**2,
+        stream_unit=residual,
         embedding_scale=_factor(fields, "embedding_multiplier") / residual,
         attention_scale=_factor(fields, "attention_multiplier", arch.attention_scale if null_scale else None),
         logit_divisor=_factor(fields, "logits_scaling"),

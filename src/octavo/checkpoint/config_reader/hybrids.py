@@ -246,6 +246,7 @@ def read_falcon_h1(fields: Fields, family: Family) -> Arch:
         arch,
         mamba=mamba,
         layers=tuple(each for pair in pairs for each in pair),
+        layers_of_each=2,
         embedding_scale=_factor(fields, "embedding_multiplier"),
         logit_divisor=1 / _factor(fields, "lm_head_multiplier"),
         attention_scale=arch.attention_scale * _factor(fields, "key_multiplier"),

@@ -96,6 +96,7 @@ class Eagle3Head(Layer):
         super().__init__()
         arch = self.arch = draft.arch
         self.taps, self._normed_residual = draft.taps, draft.norm_before_residual
+        self._unit = draft.tap_unit
         (spec,), (rotary,) = plain_specs(arch), rotary_tables(arch).values()
         self.layer_specs: Sequence[LayerSpec] = (spec,)
         self.rotary = nn.ModuleList([rotary])
@@ -117,7 +118,7 @@ class Eagle3Head(Layer):
 
     def begin(self, given: torch.Tensor) -> torch.Tensor:
         """Three taps in one product."""
-        return linear_of_few(given, self.fc.packed)
+        return linear_of_few(given if self._unit == 1.0 else given * self._unit, self.fc.packed)
 
     def store(self, tokens: torch.Tensor, states: torch.Tensor) -> None:
         """K and V of entries."""

@@ -7,6 +7,7 @@ worker's rows. Invariant: no request reaches more tokens than its `max_len`, how
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,9 @@ from octavo.request.request import Request, RequestRows, Status
 from octavo.sched.drafts.depth import Depth
 from octavo.sched.kv_manager import KVManager
 from octavo.sched.work import Issued, PlanBuilder
+
+_LOG = logging.getLogger(__name__)
+_ENOUGH, _HARDLY_ANY = 128, 0.02  # drafts to judge a drafter by, and the share of accepted ones that is none
 
 
 class DraftStats(msgspec.Struct):
@@ -38,6 +42,8 @@ class Drafting:
         self.depth = Depth(limits, cheap_tokens)
         self._verified = np.zeros((self.most + 1, self.most + 2), np.int64)  # [drafts, tokens]: how often in a row
         self._adapts = cheap_tokens > 0
+        # By its first drafts; not one without layers, as n-grams: what it finds is the text's, and costs little.
+        self._is_judged = not self.lookahead
         self._kv, self._rows = kv, rows
         self._ahead = self.most  # as many were proposed behind the last plan
         self._unsure = False  # drafts were planned since the worker was told what rows have computed
@@ -71,10 +77,13 @@ class Drafting:
         """
         return not self._adapts and self._ahead > 0 and len(drafts) > 0 and bool((drafts == self._ahead).all())
 
-    def has_room(self, num_rows: int) -> bool:
-        """Whether enough blocks are free that drafts of so many rows make none of them wait."""
-        kv = self._kv
-        return kv.num_free_blocks >= num_rows * kv.num_groups * (2 + (self._ahead + self.lookahead) // kv.block_size)
+    def has_room(self, at: IntArray) -> bool:
+        """Whether enough blocks are free that drafts of the rows `at` make none of them wait."""
+        kv, num_ahead = self._kv, self._ahead + self.lookahead
+        if kv.num_free_blocks >= len(at) * kv.num_groups * (2 + num_ahead // kv.block_size):
+            return True
+        # states take many blocks, and few rows are about to end a chunk
+        return kv.cuts and kv.num_free_blocks >= kv.growth(self._rows.num_computed[at], 1 + num_ahead)
 
     def count(self, at: IntArray, wanted: IntArray, room: int) -> IntArray:
         """[N]: drafts that each of the rows `at`, which compute `wanted` tokens in a step, verifies as well; in order.
@@ -82,7 +91,7 @@ class Drafting:
         A row that computes the one token that it sampled last takes what Depth says, or what is left of its `max_len`
         and of `room`, the step's budget. No draft is worth a preemption: where few blocks are free there are none.
         """
-        if not self._ahead or not self.has_room(len(at)):
+        if not self._ahead or not self.has_room(at):
             return np.zeros_like(wanted)
         rows = self._rows
         known = rows.num_known[at]
@@ -142,8 +151,22 @@ class Drafting:
         shape = self._verified.shape
         runs = np.bincount(drafted * shape[1] + result.num_sampled, minlength=self._verified.size)
         self._verified += runs.reshape(shape)
+        if not self._is_judged:
+            self._judge()
         if self._adapts:
             self._learn(result, drafted, here)
+
+    def _judge(self) -> None:
+        """Say once that hardly any draft is accepted: of another model's drafter all sizes may fit."""
+        stats = self.stats
+        self._is_judged = stats.num_draft_tokens >= _ENOUGH
+        if self._is_judged and stats.num_accepted_tokens < _HARDLY_ANY * stats.num_draft_tokens:
+            _LOG.warning(
+                "%d of the first %d drafts were accepted: the drafter hardly suits this model or these texts; take "
+                "another one, or leave speculative_config out (see docs/speculation.md)",
+                stats.num_accepted_tokens,
+                stats.num_draft_tokens,
+            )
 
     def _learn(self, result: StepResult, drafted: IntArray, here: np.ndarray | None) -> None:
         judged = (drafted > 0) & (result.num_sampled > 0)

@@ -423,14 +423,14 @@ class AsyncEngine(AsyncWeightMethods):
 
     def _deliver(self, stream: Stream, updates: list[RequestUpdate], now: float) -> None:
         """The updates of one request in one step."""
-        facts = stream.facts
-        num_new = 0
+        facts, num_before = stream.facts, self._frontend.num_tokens
         for update in updates:
-            num_new += len(update.tokens)
             if update.num_cached > facts.num_cached_tokens and update.request_id == stream.sequence_ids[0]:
                 facts.num_cached_tokens, facts.num_loaded_tokens = update.num_cached, update.num_loaded
             if update.queue_time is not None and facts.queue_seconds is None:
                 facts.queue_seconds = update.queue_time
+        outputs = [output for part in once_each(updates) for output in self._frontend.take(part)]
+        num_new = self._frontend.num_tokens - num_before  # what a step brought behind a stop string is not told
         if num_new:
             facts.num_new_tokens = num_new
             facts.num_output_tokens += num_new
@@ -441,7 +441,6 @@ class AsyncEngine(AsyncWeightMethods):
                 self._notify("first_token", facts)
             else:
                 self._notify("tokens", facts)
-        outputs = [output for part in once_each(updates) for output in self._frontend.take(part)]
         for output in outputs:
             if output.finished and any(o.stop_reason == OUTPUT_FAILED for o in output.outputs):
                 self._give_up(stream, RuntimeError("the output could not be processed"))
