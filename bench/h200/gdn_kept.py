@@ -46,7 +46,7 @@ def cut():
 
     sizes = (1, 2, 128, 128) if DRY else states.sizes_of("delta")
     case = gpu_states_rig.MAKERS["delta"](torch.float16 if DRY else states.BF16, *sizes)
-    gpu_states_rig.move(case, states.DEVICE)
+    state_rig.move(case, states.DEVICE)
     drawn = state_rig.draw_all(case, [each + 143 for each in BEGINS])
     rows = state_rig.Rows(case, GpuStates(), drawn, device=states.DEVICE, block_size=64)
     rows.compute(dict(enumerate(BEGINS)))

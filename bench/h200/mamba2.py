@@ -1,10 +1,10 @@
-"""The shape `mamba2` on a GPU, new ways beside old: `bench/h200/mamba2.py kernels|halves|cuda|rows|engine|both [...]`.
+"""The shape `mamba2` on a GPU, new ways beside old: `bench/h200/mamba2.py PART [...]`; parts are these.
 
 kernels: bits and microseconds of products between two mixers, in turns, and of decoding, by how many programs share a
 row's heads. halves: of states whole and in halves, in decoding with several constants, verification and prompts; of
 rows that decode beside a prompt, by the scan that it takes, and apart. cuda: of rows that decode, and of their
-convolution, by Triton's kernels and by those in CUDA C++. rows: of one row's products, by tiles of
-`octavo.ops.gemm.gemv`, for the shapes mamba2, 8b and 0.6b.
+convolution, by Triton's kernels and by those in CUDA C++. walks: of prompts, by either kernel. rows: of one row's
+products, by tiles of `octavo.ops.gemm.gemv`, for the shapes mamba2, 8b and 0.6b.
 engine: tokens a second of single, decode64, prefill and decode512 on one engine; `engine bfloat16`: of decode512, with
 states in bfloat16; `profile`: then kernels of decoding and of prompts, by the profiler. both: on a second engine too,
 whose products have no norm, activation or sum with them, and whose Mamba-2 decodes eight heads a program. --dry: the
@@ -54,6 +54,12 @@ ONE_ROW: dict[str, tuple[int, int, bool, str | None, bool]] = {
     "0.6b down": (1024, 3072, False, None, False),
     "0.6b head": (151936, 1024, True, None, True),
 }
+# Of prompts: tokens of rows, those computed before, whether states are kept.
+WALKS: tuple[tuple[Sequence[int], Sequence[int], bool], ...] = (
+    *((counts, (), True) for counts in ([8192], [4000] * 2, [512] * 16, [512] * 7, [300] * 27, range(130, 0, -1))),
+    ([8192], (), False),
+    ([200] * 10, (0, 64, 128, 37, 192, 0, 64, 5, 128, 64), True),
+)
 STEPS = 8  # that are profiled
 TURNS = 6  # of one row's product in a graph, one behind the other
 # (channels, warps, programs, stages, k of a part), beside the tile in use.
@@ -199,6 +205,16 @@ def gemv_of(name: str) -> str:
     return f"us: {', '.join(found)}; bytes {2 * n * k / COPY:.1f}"
 
 
+def fill(rows: Any) -> None:
+    """All that is kept, at random."""
+    for name, store in zip(rows.own.input_names, rows.own.kept_inputs, strict=True):
+        kept = store.data.normal_()
+        if name in ("decay", "dt"):
+            kept.abs_().mul_(-0.1 if name == "decay" else 0.1)
+    for store in rows.own.states:
+        store.data.view(BF16).normal_()
+
+
 def decoding(num_rows: int, computed: int) -> str:
     """Microseconds and bits of Mamba-2's decoding, by programs that share a row's heads."""
     from octavo.states import gpu
@@ -206,12 +222,7 @@ def decoding(num_rows: int, computed: int) -> str:
     heads, found, expected = states.sizes_of("mamba2")[0], list[str](), list[torch.Tensor]()
     chosen = gpu.programs_of(heads, num_rows, gpu._STREAMS[True].room)
     run, rows = states.operator("mamba2", [1] * num_rows, computed)
-    for name, store in zip(rows.own.input_names, rows.own.kept_inputs, strict=True):
-        kept = store.data.normal_()
-        if name in ("decay", "dt"):
-            kept.abs_().mul_(-0.1 if name == "decay" else 0.1)
-    for store in rows.own.states:
-        store.data.normal_()
+    fill(rows)
     for count in dict.fromkeys((chosen, *((1, 2) if DRY else (3, 6, 8, 16, 24, heads)))):
         if not DRY and (num_rows * heads / count > 24 * 1024 or num_rows * count > 8192):
             continue
@@ -245,14 +256,7 @@ def in_cuda(name: str, num_rows: int, computed: Sequence[int]) -> str:
 
     run, rows = states.operator(name, [1] * num_rows, max(computed))
     torch.manual_seed(0)
-    for names, stores in (
-        (rows.own.input_names, rows.own.kept_inputs),
-        (("state",) * len(rows.own.states), rows.own.states),
-    ):
-        for what, store in zip(names, stores, strict=True):
-            kept = (store.data.view(BF16) if what == "state" else store.data).normal_()
-            if what in ("decay", "dt"):
-                kept.abs_().mul_(-0.1 if what == "decay" else 0.1)
+    fill(rows)
     lengths = [computed[row % len(computed)] + 1 for row in range(num_rows)]
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     rows.step.prepare(dataclasses.replace(rows.own.inputs, max_seq_len=max(lengths), seq_lens=seq_lens))
@@ -262,6 +266,23 @@ def in_cuda(name: str, num_rows: int, computed: Sequence[int]) -> str:
     with mock.patch.object(module, "_FEWEST_ROWS", 0):
         now, made = graph_us(run), [run(), rows.pool.buffer]
     return f"{before:.1f}, {now:.1f} us" + is_same(made, expected)  # type: ignore[arg-type]
+
+
+def step_of(rows: Any, before: Sequence[int], counts: Sequence[int]) -> Callable[[], torch.Tensor]:
+    """A step of random tokens. before: those that rows have computed."""
+    starts, lengths = torch.tensor([0, *counts]).cumsum(0), [sum(own) for own in zip(before, counts, strict=True)]
+    inputs = dataclasses.replace(
+        rows.own.inputs,
+        max_query_len=max(counts),
+        max_seq_len=max(lengths),
+        query_start=starts.int().to(DEVICE),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        positions=torch.cat([torch.arange(own, end) for own, end in zip(before, lengths, strict=True)]).to(DEVICE),
+    )
+    rows.step.prepare(inputs)
+    one = rows.case.draw(torch.Generator().manual_seed(0), 1)
+    given = [torch.randn(sum(counts), *each.shape[1:], device=DEVICE).to(each.dtype) for each in one]
+    return lambda: states.run_whole(rows, given)
 
 
 def behind_prompts(computed: int, counts: Sequence[int], restarted: int = 0) -> tuple[Callable[[], Any], Any]:
@@ -275,19 +296,7 @@ def behind_prompts(computed: int, counts: Sequence[int], restarted: int = 0) -> 
         return prompts, rows
     prompts()
     before = [0 if place >= len(counts) - restarted else computed for place in range(len(counts))]
-    starts, lengths = torch.tensor([0, *counts]).cumsum(0), [sum(own) for own in zip(before, counts, strict=True)]
-    inputs = dataclasses.replace(
-        rows.own.inputs,
-        max_query_len=max(counts),
-        max_seq_len=max(lengths),
-        query_start=starts.int().to(DEVICE),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        positions=torch.cat([torch.arange(own, end) for own, end in zip(before, lengths, strict=True)]).to(DEVICE),
-    )
-    rows.step.prepare(inputs)
-    one = rows.case.draw(torch.Generator().manual_seed(0), 1)
-    given = [torch.randn(sum(counts), *each.shape[1:], device=DEVICE).to(each.dtype) for each in one]
-    return lambda: states.run_whole(rows, given), rows
+    return step_of(rows, before, counts), rows
 
 
 def of_states(counts: Sequence[int], computed: int) -> str:
@@ -309,6 +318,37 @@ def of_states(counts: Sequence[int], computed: int) -> str:
                 found.append(f"{name} {tuple(stream)} {us:.1f}" + is_same([result], expected))
         del run, rows
     return f"us: {', '.join(found)}"
+
+
+def walk(counts: Sequence[int], before: Sequence[int] = (), keeps: bool = True, is_timed: bool = False) -> str:
+    """Bits of prompts, by Triton's walk and by the one in CUDA C++; or microseconds of the operator, by turns.
+
+    before: tokens that rows have computed; keeps: their states.
+    """
+    from octavo.states.mamba2 import mamba2_prompts
+
+    before = before or [0] * len(counts)
+    _, rows = states.operator("mamba2", [max(counts) + max(before), *counts[1:]], 0, keeps=keeps)
+    torch.manual_seed(3)
+    if any(before):
+        fill(rows)
+    run = step_of(rows, before, counts)
+
+    def by(copied: bool) -> torch.Tensor:
+        with mock.patch.multiple(mamba2_prompts, _COPIED=copied, agrees=lambda *_: True):
+            return run()
+
+    kept, found = rows.pool.buffer.clone(), []
+    with mock.patch.object(mamba2_prompts, "_copied", wraps=mamba2_prompts._copied) as launched:
+        for copied in (False, True):
+            rows.pool.buffer.copy_(kept)
+            found.append([by(copied).clone(), rows.pool.buffer.clone()])
+    if not launched.called:
+        return "NOT LAUNCHED"
+    if is_timed:
+        return "us: Triton {:.0f}, CUDA C++ {:.0f}".format(*in_turns(lambda: by(False), lambda: by(True)))
+    written = (found[0][1].view(torch.int32) != kept.view(torch.int32)).sum()
+    return (is_same(*found).strip() or "same bits") + f", of {found[0][0].numel()} results and {written} words kept"
 
 
 def beside_a_prompt(num_rows: int, count: int) -> str:
@@ -420,6 +460,11 @@ def main() -> None:
                 512,
                 [n for n in range(64, 192) if n % 64 < 63],
             )
+    for counts, before, keeps in WALKS if "walks" in sys.argv else ():
+        name = f"{len(counts)} x {counts[0]}{', from some on' if before else ''}{'' if keeps else ', no states kept'}"
+        attempt(f"bits of {name}", walk, counts, before, keeps)
+        if keeps and not before and len(counts) < 100:
+            attempt(f"us of {name}", walk, counts, before, keeps, True)
     for name in ONE_ROW if "rows" in sys.argv else ():
         attempt(f"one row, {name}", gemv_of, name)
     state_dtype = "bfloat16" if "bfloat16" in sys.argv else "float32"

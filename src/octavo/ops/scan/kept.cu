@@ -35,3 +35,13 @@ __device__ inline u64 address_at(u32 at) {
     return two.x[0] | (u64)two.x[1] << 32;
 }
 __device__ inline void put_address(u32 at, u64 x) { put(at, (u32)x), put(at + 4, (u32)(x >> 32)); }
+
+// Of a tile, where 16 bytes of a line lie.
+__device__ inline u32 in_tile(u32 line, u32 part) { return line * 128 + (part ^ line % 8) * 16; }
+// A place in a ring of COUNT, and which of its turns it is.
+template <int COUNT> struct Turn {
+    u32 place = 0, turn = 0;
+    __device__ inline void next() {
+        if (++place == COUNT) place = 0, turn ^= 1;
+    }
+};

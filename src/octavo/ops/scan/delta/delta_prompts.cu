@@ -62,9 +62,6 @@ __device__ constexpr bool is_sent_whole(Form form) { return GROUPS == 1 && !(for
 #define LINES (LANES / 8)  // of which those that help have 16 bytes each
 __device__ inline u32 own_lane() { return thread() % LANES; }
 
-// Of a tile, where 16 bytes of a line lie.
-__device__ inline u32 in_tile(u32 line, u32 part) { return line * 128 + (part ^ line % 8) * 16; }
-
 // A row's walk.
 struct Walk {
     int token, end, computed, begin, first_block, head, key_head, channel;  // first_block: of position 0

@@ -49,17 +49,6 @@ struct Told {
 #define RESULT_WARPS 4  // of a warp group
 #define KEEPERS 2
 
-// Of a tile, where 16 bytes of a line lie.
-__device__ inline u32 in_tile(u32 line, u32 part) { return line * 128 + (part ^ line % 8) * 16; }
-
-// A place in a ring of COUNT, and which of its turns it is.
-template <int COUNT> struct Turn {
-    u32 place = 0, turn = 0;
-    __device__ inline void next() {
-        if (++place == COUNT) place = 0, turn ^= 1;
-    }
-};
-
 // A task: a head of a row; where the row's tables begin. end 0: there is none.
 struct Walk {
     int token, end, computed, head;
@@ -332,15 +321,6 @@ __device__ inline void make_results(const Told& told, u32 base, u32 group, u32 w
             wait_for(base + FULL + stage.place * 8, stage.turn);
             u32 sums_at = own + SUMS_AT + (warp * 16 + lane / 4) * 4;
             float row_sums[2] = {number(get(sums_at)), number(get(sums_at + 32))};
-#if AHEAD
-            hold(scores), hold(result);
-            group_begin();
-            multiply_scores(own, scores);
-            wait_for(base + STAGED + slot.place * 8, slot.turn);
-            multiply_state(own, state, result);
-            group_arrived<1>(scores);
-            weigh(own, warp, lane, scores, row_sums, weights);
-#else
             hold(scores);
             group_begin();
             multiply_scores(own, scores);
@@ -350,7 +330,6 @@ __device__ inline void make_results(const Told& told, u32 base, u32 group, u32 w
             hold(result);
             group_begin();
             multiply_state(own, state, result);
-#endif
             group_arrived<0>(result);
             tell(base + FREE + slot.place * 8);
 #pragma unroll
@@ -374,6 +353,18 @@ __device__ inline void make_results(const Told& told, u32 base, u32 group, u32 w
             slot.next();
         }
         tell(base + DONE + task % 2 * 8);
+    }
+}
+
+// Read a warp's 16 states. at: of the head's upper halves.
+__device__ inline void read_state(u64 at, u32 warp, u32 lane, float (&state)[8][4]) {
+    at += (warp * 16 + lane / 4) * 128 + lane % 4 * 4;
+#pragma unroll
+    for (u32 i = 0; i < 16; ++i) {
+        u64 own = at + i % 2 * 1024 + i / 2 * 16;
+        u32 upper = read1(own), left = read1(own + HALF_BYTES);
+        state[i / 2][i % 2 * 2] = number((upper << 16) + (u32)((int)(left << 16) >> 16));
+        state[i / 2][i % 2 * 2 + 1] = number((upper & 0xffff0000u) + (u32)((int)left >> 16));
     }
 }
 
@@ -434,18 +425,8 @@ __device__ inline void walk_states(const Told& told, u32 base, u32 warp, u32 lan
         if (!walk.end) return;
         float state[8][4] = {};
         i64 source = state_at(told, walk, walk.computed);
-        if (source >= 0) {
-            u64 from = told.state + source * 4 + (warp * 16 + lane / 4) * 128 + lane % 4 * 4;
-#pragma unroll
-            for (u32 i = 0; i < 16; ++i) {
-                u64 at = from + i % 2 * 1024 + i / 2 * 16;
-                u32 upper = read1(at), left = read1(at + HALF_BYTES);
-                state[i / 2][i % 2 * 2] = number((upper << 16) + (u32)((int)(left << 16) >> 16));
-                state[i / 2][i % 2 * 2 + 1] = number((upper & 0xffff0000u) + (u32)((int)left >> 16));
-            }
-        }
+        if (source >= 0) read_state(told.state + source * 4, warp, lane, state);
         stage_state(base, slot, warp, lane, state);
-#if STATES_AHEAD
         int whole = (walk.end - walk.computed) / CHUNK;
         Four even[4], odd[4];  // chunks' weighted B
         float decay = 0.0f;
@@ -485,32 +466,6 @@ __device__ inline void walk_states(const Told& told, u32 base, u32 warp, u32 lan
             tell(base + EMPTY + stage.place * 8);
             stage.next();
         }
-#else
-#pragma unroll 1
-        for (int begin = walk.computed; begin < walk.end; begin += CHUNK) {
-            u32 own = base + stage.place * STAGE, empty = base + EMPTY + stage.place * 8;
-            wait_for(base + FULL + stage.place * 8, stage.turn);
-            stage.next();
-            if (walk.end - begin < CHUNK) {  // what is behind an open chunk nobody reads
-                tell(empty);
-                continue;
-            }
-            Four weighted[4];
-            float decay = weigh_states(own, own_weights, warp, lane, weighted);
-#pragma unroll
-            for (u32 i = 0; i < 32; ++i) state[i / 4][i % 4] = times(decay, state[i / 4][i % 4]);
-            hold(weighted), hold(state);
-            group_begin();
-#pragma unroll
-            for (u32 k = 0; k < 4; ++k) group_multiply_turned(state, weighted[k], own + X_AT + k * 2048);
-            group_commit();
-            group_arrived<0>(state);
-            tell(empty);
-#pragma unroll
-            for (u32 i = 0; i < 32; ++i) state[i / 4][i % 4] = number((u32)min((int)bits_of(state[i / 4][i % 4]), 0x7fff7fff));
-            stage_state(base, slot, warp, lane, state);
-        }
-#endif
         tell(base + DONE + task % 2 * 8);
     }
 }
@@ -531,13 +486,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mamba2_prompts(const __
     // Of 96 registers of a lane those that help need few.
     u32 other = warp - STATE_WARPS, helper = other - RESULT_GROUPS * RESULT_WARPS;
     if (warp < STATE_WARPS) {
-        if (RESULT_GROUPS > 1) take_registers<104>();
+        take_registers<104>();
         walk_states(told, base, warp, lane);
     } else if (other < RESULT_GROUPS * RESULT_WARPS) {
-        if (RESULT_GROUPS > 1) take_registers<112>();
+        take_registers<112>();
         make_results(told, base, other / RESULT_WARPS, other % RESULT_WARPS, lane);
     } else {
-        if (RESULT_GROUPS > 1) give_registers<48>();
+        give_registers<48>();
         if (helper == 0) ask_all(told, base);
         else if (helper > 1) keep_all(told, base);
         else send_all(told, base);

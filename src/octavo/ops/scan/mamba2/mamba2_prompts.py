@@ -61,8 +61,6 @@ def macros(heads: tuple[int, int], block_size: int, forms: Sequence[Form]) -> di
         "STAGES": _STAGES,
         "RING": _RING,
         "RESULT_GROUPS": _RESULT_GROUPS,
-        "AHEAD": 1,
-        "STATES_AHEAD": 1,
         **{name: ",".join(map(str, form)) for name, form in zip(names, forms, strict=False)},
     }
 
