@@ -349,6 +349,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         (
             "scan.mamba2.mamba2_advance.mamba2_advance",
             "scan.mamba2.mamba2_decode.mamba2_decode",
+            "scan.mamba2.mamba2_prompts.mamba2_prompts",
             "scan.conv_decode.conv_decode",
         ),
     ),
