@@ -53,6 +53,9 @@ def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
         rope = found.get("rope_parameters")
         if name == "rope_theta" and isinstance(rope, Mapping) and name in rope:  # the newer place of it
             found["rope_parameters"] = {**rope, name: value}
+        flat = isinstance(rope, Mapping) and not any(isinstance(each, Mapping) for each in rope.values())
+        if name == "rope_scaling" and flat and isinstance(value, Mapping):
+            found |= {"rope_parameters": {**rope, **value}, "rope_scaling": None}
     return found
 
 
@@ -79,11 +82,24 @@ def arch_from_config(
 
 def _read_listed(fields: Fields, family: Family) -> Arch:
     """The facts of a family of the table, by its own function where it has one."""
+    fields = as_its_class_reads(fields, family)
     if not family.read:
         return read_fields(fields, family)
     module, _, function = family.read.partition(":")
     arch: Arch = getattr(importlib.import_module(module), function)(fields, family)
     return arch
+
+
+def as_its_class_reads(fields: Fields, family: Family) -> Fields:
+    """A file's fields by their one name each, as transformers' class of the family keeps them."""
+    values = dict(fields.values)
+    for other, name in family.renamed.items():
+        if values.get(other) is not None:
+            values[name] = values.pop(other)
+    scaling = values.get("rope_scaling")
+    if scaling and isinstance(scaling, Mapping) and not family.full_scaling:  # it replaces the newer field
+        values |= {"rope_parameters": scaling, "rope_scaling": None}
+    return Fields({**values, **family.fixed}, fields.where)
 
 
 def read_fields(fields: Fields, family: Family) -> Arch:
@@ -193,7 +209,7 @@ def _attention_scale(fields: Fields, family: Family, head_size: int, latent: Lat
     if latent is None:
         return (fields.number("query_pre_attn_scalar", 1e-3, 1e6, 256) if family.gemma else head_size) ** -0.5
     scale = (latent.nope_size + latent.rope_size) ** -0.5
-    values = Fields({**fields.mapping("rope_parameters"), **fields.mapping("rope_scaling")}, fields.where)
+    values = Fields(fields.mapping("rope_parameters"), fields.where)
     if values.get("rope_type", values.get("type", "default")) == "default":
         return scale
     every = values.number("mscale_all_dim", 0, 1e3, 0.0, null=0.0)

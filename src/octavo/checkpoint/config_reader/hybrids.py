@@ -134,7 +134,9 @@ def read_lfm3(fields: Fields, family: Family) -> Arch:
     usual = ["conv", *(of_four[layer % 4] for layer in range(1, num_layers))]
     mixers = _mixers(fields, "layer_types", usual, _LFM3_MIXERS)
     seen = ["full_attention" if kind == "conv" else kind for kind in fields.get("layer_types", usual)]
-    eps = fields.number("norm_eps", 1e-12, 1.0, fields.number("rms_norm_eps", 1e-12, 1.0, 1e-5))
+    eps = fields.number("norm_eps", 1e-12, 1.0, 1e-5)
+    if fields.mapping("rope_scaling"):
+        fields.refuse("rope_scaling", fields.get("rope_scaling"), "each kind of layer has its own, in rope_parameters")
     own: dict[str, Any] = {"layer_types": seen, "rope_parameters": fields.mapping("rope_parameters") or _LFM3_ROPES}
     own |= {"rms_norm_eps": eps, "tie_word_embeddings": fields.flag("tie_word_embeddings", True), "hidden_act": "silu"}
     arch = read_fields(_plain(fields, **own), family)
@@ -279,24 +281,23 @@ def read_jamba(fields: Fields, family: Family) -> Arch:
         eps=arch.norm_eps,
         step_rank=math.ceil(arch.hidden_size / 16) if rank == "auto" else fields.integer("mamba_dt_rank", 1, _MAX_SIZE),
     )
-    num_experts = fields.integer("num_experts", 1, 4096, 16)
-    moe = Moe(
-        num_experts=num_experts,
-        experts_per_token=fields.integer("num_experts_per_tok", 1, num_experts, min(2, num_experts)),
-        expert_size=arch.intermediate_size,
-        norm_topk_prob=False,
-    )
-    routed = frozenset(layer for layer in range(num_layers) if has_experts[layer]) if num_experts > 1 else frozenset()
+    num_experts, moe = fields.integer("num_experts", 1, 4096, 16), None
+    routed = frozenset(layer for layer in range(num_layers) if has_experts[layer] and num_experts > 1)
+    if routed:
+        moe = Moe(
+            num_experts=num_experts,
+            experts_per_token=fields.integer("num_experts_per_tok", 1, num_experts, 2),
+            expert_size=arch.intermediate_size,
+            norm_topk_prob=False,
+        )
     mixers = ["attention" if own else "mamba" for own in attends]
     layers = _layers(arch, mixers, still=True)
-    return dataclasses.replace(arch, mamba=mamba, moe=moe if routed else None, moe_layers=routed, layers=layers)
+    return dataclasses.replace(arch, mamba=mamba, moe=moe, moe_layers=routed, layers=layers)
 
 
 def read_bamba(fields: Fields, family: Family) -> Arch:
     """The facts of a Bamba: Mamba-2's layers, some of which attend instead with heads that turn by half."""
     fields = Fields({**family.usual, **fields.values}, fields.where)
-    share = fields.number("partial_rotary_factor", 1e-3, 1.0, 0.5, null=0.5)
-    fields = Fields({**fields.values, "partial_rotary_factor": share}, fields.where)
     num_layers = fields.integer("num_hidden_layers", 1, 1024)
     attending = fields.layers("attn_layer_indices", num_layers, [])
     _only_silu(fields)
@@ -381,7 +382,7 @@ def _step_limit(fields: Fields) -> tuple[float, float]:
 
 def _nemotron_kinds(fields: Fields) -> list[str]:
     """Of each layer: linear_attention, full_attention, mlp or moe."""
-    name = "layers_block_type" if fields.get("layers_block_type") is not None else "layer_types"
+    name = "layer_types" if fields.get("layer_types") is not None else "layers_block_type"
     kinds = fields.get(name)
     if kinds is None:
         return _kinds_of_letters(fields)
