@@ -158,15 +158,18 @@ def read_granite_hybrid(fields: Fields, family: Family) -> Arch:
     if fields.get("position_embedding_type") not in (None, "rope", "nope"):
         fields.refuse("position_embedding_type", fields.get("position_embedding_type"), "only rope and nope are known")
     turns = fields.get("position_embedding_type") == "rope"
-    shared = fields.integer("shared_intermediate_size", 1, _MAX_SIZE, 1024)
-    arch = read_granite(_plain(fields, intermediate_size=shared), family, null_scale=True)
     experts, moe = fields.integer("num_local_experts", 0, 4096, 8), None
+    shared = fields.integer("shared_intermediate_size", 0, _MAX_SIZE, 1024)
+    if not shared and not experts:
+        fields.refuse("shared_intermediate_size", shared, "layers without experts (num_local_experts=0) need an MLP")
+    size = shared or fields.get("intermediate_size", 11008)  # of no layer where nothing is shared
+    arch = read_granite(_plain(fields, intermediate_size=size), family, null_scale=True)
     if experts:
         moe = Moe(
             num_experts=experts,
             experts_per_token=fields.integer("num_experts_per_tok", 1, experts, 2),
             expert_size=fields.integer("intermediate_size", 1, _MAX_SIZE, 11008),
-            num_shared=1,
+            num_shared=1 if shared else 0,
             shared_size=shared,
         )
     mamba = _mamba2(fields, "mamba_proj_bias")
