@@ -1,4 +1,4 @@
-"""Tiny configurations of families of which some layers keep states, three or more of each: a family's name, and its fields."""
+"""Tiny configurations of families of which some layers keep states, at least three of each: a name, and its fields."""
 
 from __future__ import annotations
 
