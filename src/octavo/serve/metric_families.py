@@ -1,7 +1,7 @@
 """The names of /metrics: vLLM's, so that dashboards and autoscalers made for it find what they look for.
 
 Owns name, kind, label, buckets and older names of every family. Holds no values. Invariant: the set of series follows
-from this table, the table of routes and the number of drafts alone, so traffic cannot add one.
+from this table, the table of routes and the number of drafts alone, so no text of a client becomes one.
 """
 
 from __future__ import annotations
