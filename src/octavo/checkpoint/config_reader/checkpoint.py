@@ -24,6 +24,7 @@ from octavo.checkpoint.config_reader.outside import read_outside
 from octavo.checkpoint.config_reader.rope import yarn_mscale
 
 _LOG = logging.getLogger(__name__)
+_OLD_ROPE = ("rope_theta", "rope_scaling")  # what `rope_parameters` hold
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -46,17 +47,21 @@ def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
     for name, value in overrides.items():
         if name == "text_config" and isinstance(text, Mapping) and isinstance(value, Mapping):
             found[name] = text = _overridden(text, value)
-        elif isinstance(text, Mapping) and name in text:
+        elif isinstance(text, Mapping) and (name in text or (name in _OLD_ROPE and "rope_parameters" in text)):
             found["text_config"] = text = _overridden(text, {name: value})
         else:
             found[name] = value
         rope = found.get("rope_parameters")
         if name == "rope_theta" and isinstance(rope, Mapping) and name in rope:  # the newer place of it
             found["rope_parameters"] = {**rope, name: value}
-        flat = isinstance(rope, Mapping) and not any(isinstance(each, Mapping) for each in rope.values())
-        if name == "rope_scaling" and flat and isinstance(value, Mapping):
+        if name == "rope_scaling" and isinstance(rope, Mapping) and isinstance(value, Mapping) and _is_flat(rope):
             found |= {"rope_parameters": {**rope, **value}, "rope_scaling": None}
     return found
+
+
+def _is_flat(rope: Mapping[str, Any]) -> bool:
+    """Whether `rope_parameters` are of all layers, not of one kind each."""
+    return not any(isinstance(each, Mapping) for each in rope.values())
 
 
 def arch_from_config(

@@ -68,7 +68,7 @@ def _vllm_config(state: ServeState) -> dict[str, Any]:
 
 def _speculative(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """All that is set of drafts, but a method's own options; None: there are none. A checkpoint may say the method."""
-    speculative = read_speculative(given)
+    speculative = read_speculative(given or {})
     if not speculative.num_speculative_tokens:
         return None
     said = {name: value for name, value in dataclasses.asdict(speculative).items() if name != "options"}
