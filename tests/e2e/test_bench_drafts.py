@@ -81,7 +81,7 @@ def test_workloads_of_a_group_of_one_name_no_least(capsys: pytest.CaptureFixture
         (["--workload", "rows", "--oracle", "1", "--rows", "4,513"], "4,513: numbers from 1 to 512"),
         (["--workload", "rows", "--oracle", "1", "--rows", "4,x"], "4,x: numbers from 1 to 512"),
         (
-            ["--drafts", '{"method": "ngram", "num_speculative_tokens": 4}', "--num-drafts", "3"],
+            ["--workload", "none", "--drafts", '{"method": "ngram", "num_speculative_tokens": 4}', "--num-drafts", "3"],
             "--num-drafts 3: --drafts says num_speculative_tokens=4",
         ),
         (["--model", "octavo-tiny"], "--model octavo-tiny: it is compared with --drafts or --oracle"),
