@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -268,3 +269,18 @@ def test_torchs_bits_are_asked_by_what_other_processors_compute_otherwise() -> N
     assert len(seen[0].strip()) == 8 and seen[0] == seen[1]
     if torch.backends.mkl.is_available():
         assert seen[2] != seen[0]
+
+
+def test_the_page_of_states_has_the_sizes_that_doctor_tells(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the bundled hybrid, in the type of the page's figures and in the other one."""
+    page = (Path(__file__).parents[1] / "docs/states.md").read_text(encoding="utf-8")
+    told = page.partition("a state of all layers takes ")[2].partition(" 16 prompts")[0]
+    for dtype, used in (
+        ("float32", told.partition(" (in bfloat16")[0]),
+        ("bfloat16", told.partition("(in bfloat16")[2]),
+    ):
+        assert cli.main(["doctor", "--model", "octavo-tiny-hybrid", "--dtype", dtype, "--max-model-len", "512"]) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if "States: one of" in line)
+        sizes = re.findall(r"[\d.]+ [KM]iB", used)
+        assert len(sizes) >= 2
+        assert set(sizes) <= set(re.findall(r"[\d.]+ [KM]iB", line))

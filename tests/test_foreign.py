@@ -35,7 +35,9 @@ MEANINGS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "mamba_cache_dtype": ("bfloat16", {"state_dtype": "bfloat16"}),
     "mamba_ssm_cache_dtype": ("bfloat16", {"state_dtype": "bfloat16"}),
+    "mamba_config": ('{"backend": "triton", "enable_stochastic_rounding": false}', {"state_dtype": "float32"}),
     "rope_theta": ("500000", {"hf_overrides": {"rope_theta": 500000.0}}),
     "rope_scaling": (
         '{"rope_type": "linear", "factor": 2}',
@@ -124,6 +126,7 @@ def test_a_part_of_another_engines_mapping_has_a_short_flag(caplog: pytest.LogCa
 def test_what_changes_nothing_is_taken_with_one_line(name: str, caplog: pytest.LogCaptureFixture) -> None:
     option = OPTIONS[name]
     value = "anything" if option.harmless is None else next(iter(option.harmless))
+    value = next(iter(option.known), value if option.least is None else str(option.least))
     assert _parse(_argv(name, option, value)) == (EngineConfig(), ServeConfig())
     (line,) = caplog.messages
     assert line.startswith(f"{name}=") and line.endswith(f"changes nothing: {option.reason}")
@@ -210,6 +213,42 @@ def test_several_options_may_say_parts_of_one_mapping() -> None:
     assert _parse([*parts[2:4], *parts[4:], *parts[:2]])[0].hf_overrides == merged
     with pytest.raises(ConfigError, match="rope_theta='x': expected a number"):
         _parse(["--rope-theta", "x"])
+
+
+@pytest.mark.parametrize(
+    ("line", "state_dtype"),
+    [
+        ("--mamba-cache-dtype bfloat16", "bfloat16"),
+        ("--mamba-cache-dtype bfloat16 --mamba-ssm-cache-dtype auto", "bfloat16"),
+        ("--mamba-ssm-cache-dtype float32 --mamba-cache-dtype bfloat16", "float32"),
+        ("--mamba-cache-dtype bfloat16 --state-dtype float32", "float32"),
+        ("--state-dtype bfloat16 --mamba-cache-dtype auto", "bfloat16"),
+    ],
+)
+def test_the_type_of_the_mamba_cache_is_the_default_of_states(line: str, state_dtype: str) -> None:
+    """As vLLM documents the two: `auto` of the second is what the first says."""
+    assert _parse(line.split())[0].state_dtype == state_dtype
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--mamba-cache-dtype float16", r"mamba_cache_dtype='float16'.*--state-dtype.*change --mamba-cache-dtype"),
+        ("--mamba-ssm-cache-dtype float16", r"mamba_ssm_cache_dtype='float16'.*change --mamba-ssm-cache-dtype"),
+        ("--mamba-cache-dtype bogus", "mamba_cache_dtype='bogus' .* must be one of: auto, float32, bfloat16, float16"),
+        ("--mamba-cache-mode bogus", "mamba_cache_mode='bogus' .* must be one of: align, all, none"),
+        ("--mamba-block-size 0", "mamba_block_size='0' .* a whole number of at least 1"),
+        ("--mamba-block-size x", "mamba_block_size='x' "),
+        ("--mamba-cache-philox-rounds -1", "mamba_cache_philox_rounds="),
+        ("--enable-mamba-cache-stochastic-rounding", "enable_mamba_cache_stochastic_rounding=.*to the nearest value"),
+        ('--mamba-config {"enable_stochastic_rounding":true}', r"mamba_config.enable_stochastic_rounding=True: states"),
+        ('--mamba-config {"backend":"cuda"}', r"mamba_config.backend='cuda': must be one of: triton, flashinfer"),
+        ('--mamba-config {"x":1}', "mamba_config=.*unknown key 'x'"),
+    ],
+)
+def test_what_no_state_can_be_is_refused_by_the_users_flag(line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _parse(line.split())
 
 
 def test_compact_json_is_told_by_its_own_reason(caplog: pytest.LogCaptureFixture) -> None:

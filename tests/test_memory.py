@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -172,6 +173,30 @@ def test_an_explicit_length_that_does_not_fit_is_refused_with_numbers(fields: di
     with pytest.raises(ConfigError) as caught:
         plan(2 << 20, max_model_len=2048, **fields)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_smaller_step_that_would_do_is_named_and_does() -> None:
+    """States and windows take blocks for what a step adds: a hybrid's refusal named the length alone."""
+    groups = make_groups(HYBRID, 16)
+    size = block_bytes(groups, 2)
+
+    def planned(num_blocks: int, **fields: Any) -> CachePlan:
+        own = {"max_num_seqs": 4, "max_model_len": 1024, "dtype": "bfloat16", **fields}
+        made = numbers(kv_cache_memory_bytes=num_blocks * size, **own)
+        return plan_memory(ARCH, made, groups, 64 << 20, weight_bytes=0, **lying(groups, made))
+
+    needed = {tokens: blocks_for_request(groups, 1024, tokens) + 1 for tokens in (4, 512)}
+    assert needed[4] < needed[512]
+    enough = needed[512] - 1
+    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens to at most (\d+)$") as caught:
+        planned(enough, max_num_batched_tokens=512)
+    most = int(re.findall(r"\d+", str(caught.value))[-1])
+    assert planned(enough, max_num_batched_tokens=most).num_blocks == enough
+    with pytest.raises(ConfigError, match="one request needs"):
+        planned(enough, max_num_batched_tokens=most + 1)
+    with pytest.raises(ConfigError, match="one request needs") as caught:
+        planned(needed[4] - 1, max_num_batched_tokens=512)
+    assert "batched" not in str(caught.value)
 
 
 def test_no_memory_at_all_is_refused() -> None:

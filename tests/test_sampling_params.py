@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+import octavo
 from octavo.request.repetition import ends_in_repetition
 from octavo.request.sampling_params import (
     Limits,
@@ -56,7 +57,8 @@ BAD_FIELDS = [
     ("flat_logprobs", [1, None]),
     ("skip_reading_prefix_cache", [0, "yes"]),
     ("extra_args", [[1], {"x": object()}, {"x": "y" * 70_000}, "x"]),
-    ("repetition_detection", [{"min_count": 2}, 5]),
+    ("repetition_detection", [{"max_pattern_size": 2}, {"x": 1}, 5, "x"]),
+    ("structured_outputs", [{}, {"x": 1}, 5, "x"]),
 ]
 
 
@@ -105,6 +107,14 @@ def test_defaults_are_those_of_the_field():
     assert (params.n, params.temperature, params.top_p, params.top_k, params.max_tokens) == (1, 1.0, 1.0, 0, 16)
     assert (params.stop, params.stop_token_ids, params.bad_words) == ([], [], [])
     assert params.output_kind is RequestOutputKind.CUMULATIVE
+
+
+def test_a_dict_stands_for_the_class_of_its_fields():
+    detection = {"max_pattern_size": 6, "min_count": 4}
+    params = SamplingParams(repetition_detection=detection, structured_outputs={"regex": "a+"})
+    assert params.repetition_detection == octavo.RepetitionDetectionParams(**detection)
+    assert params.structured_outputs == octavo.StructuredOutputsParams(regex="a+")
+    assert SamplingParams.from_optional(repetition_detection=detection).repetition_detection.min_count == 4
 
 
 @pytest.mark.parametrize("value", [1e-320, -0.0, 0, 9e-6])
@@ -177,7 +187,7 @@ def test_from_optional_takes_none_as_default_and_json_shapes():
         ({"logit_bias": {"abc": 1}}, "decimal"),
         ({"logit_bias": {"-1": 1}}, "decimal"),
         ({"logit_bias": {"٣": 1}}, "decimal"),
-        ({"repetition_detection": {"x": 1}}, "takes"),
+        ({"repetition_detection": {"x": 1}}, "repetition_detection: takes max_pattern_size"),
         ({"bad_words_token_ids": [[1]]}, "unknown"),
     ],
 )

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from octavo.request.outputs import RequestOutput as RequestOutput
     from octavo.request.prompts import TextPrompt as TextPrompt
     from octavo.request.prompts import TokensPrompt as TokensPrompt
+    from octavo.request.repetition import RepetitionDetectionParams as RepetitionDetectionParams
     from octavo.request.sampling_params import RequestOutputKind as RequestOutputKind
     from octavo.request.sampling_params import SamplingParams as SamplingParams
     from octavo.request.sampling_params import StructuredOutputsParams as StructuredOutputsParams
@@ -26,6 +27,7 @@ _PUBLIC = {
     "AttentionMods": "octavo.attention.mods",
     "SamplingParams": "octavo.request.sampling_params",
     "EngineConfig": "octavo.config.engine_config",
+    "RepetitionDetectionParams": "octavo.request.repetition",
     "RequestOutput": "octavo.request.outputs",
     "RequestOutputKind": "octavo.request.sampling_params",
     "StructuredOutputsParams": "octavo.request.sampling_params",
@@ -37,6 +39,7 @@ __all__ = [
     "LLM",
     "AttentionMods",
     "EngineConfig",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

@@ -80,6 +80,12 @@ def test_workloads_of_a_group_of_one_name_no_least(capsys: pytest.CaptureFixture
         (["--workload", "rows", "--oracle", "1.2"], "--oracle 1.2: a probability is from 0 to 1"),
         (["--workload", "rows", "--oracle", "1", "--rows", "4,513"], "4,513: numbers from 1 to 512"),
         (["--workload", "rows", "--oracle", "1", "--rows", "4,x"], "4,x: numbers from 1 to 512"),
+        (
+            ["--workload", "none", "--drafts", '{"method": "ngram", "num_speculative_tokens": 4}', "--num-drafts", "3"],
+            "--num-drafts 3: --drafts says num_speculative_tokens=4",
+        ),
+        (["--model", "octavo-tiny"], "--model octavo-tiny: it is compared with --drafts or --oracle"),
+        (["--model", "octavo-tiny", "--shape", "tiny", "--oracle", "1"], "--shape tiny names another one"),
     ],
 )
 def test_what_does_not_run_is_refused_for_its_true_reason(
@@ -87,3 +93,34 @@ def test_what_does_not_run_is_refused_for_its_true_reason(
 ) -> None:
     assert main(["bench", "engine", "--device", "cpu", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "count"), [([], 4), (["--num-drafts", "2"], 2), (["--drafts-say", "3"], 3), (["--drafts-say", "0"], 0)]
+)
+def test_so_many_drafts_as_one_of_two_places_says(
+    options: list[str], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--num-drafts, or the count in --drafts; of both the one that is there, be it none."""
+    config: dict[str, Any] = {"method": "ngram"}
+    if options[:1] == ["--drafts-say"]:
+        config["num_speculative_tokens"], options = int(options[1]), []
+    asked: list[speculation.Drafts] = []
+    monkeypatch.setattr(speculation, "run", lambda *args, **_: asked.append(args[3]) or 0)
+    line = ["--device", "cpu", "--workload", "single", "--drafts", json.dumps(config), *options]
+    assert main(["bench", "engine", *line]) == 0
+    (drafts,) = asked
+    assert drafts.num_drafts == drafts.config["num_speculative_tokens"] == count
+
+
+def test_a_model_with_its_weights_is_timed_with_its_drafter(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundled ones: a trained head is right far more often than one of random weights, which never is."""
+    monkeypatch.setattr(gpu_engine, "workload", lambda name, vocab: gpu_engine.Workload([[5, 9, 21] * 4], [24], 0.0))
+    drafts = {"method": "eagle3", "model": "octavo-tiny-eagle3", "num_speculative_tokens": 2}
+    line = ["--model", "octavo-tiny", "--device", "cpu", "--workload", "single", "--drafts", json.dumps(drafts)]
+    assert main(["bench", "engine", *line]) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["model"] == "octavo-tiny" and "shape" not in document
+    assert document["results"]["single"]["accepted"] > 0.3

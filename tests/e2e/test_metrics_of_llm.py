@@ -39,6 +39,15 @@ def test_names_and_kinds_are_the_servers() -> None:
     assert all(kinds[name] == "counter" for name, _ in [*COUNTERS, (ACCEPTED_PER_PLACE, "")])
 
 
+def test_each_of_n_completions_looks_the_prompt_up(make_llm: Callable[..., LLM]) -> None:
+    """As docs/serving.md tells: beside prompt_tokens, which counts it once."""
+    llm = make_llm(model="octavo-tiny", max_model_len=512)
+    (output,) = llm.generate(PROMPT, SamplingParams(n=3, max_tokens=4, seed=1))
+    num_prompt = len(output.prompt_token_ids)
+    assert counted(llm, "vllm:prefix_cache_queries") == 3 * num_prompt
+    assert counted(llm, "vllm:prompt_tokens") == num_prompt
+
+
 def test_counts_grow_by_what_was_done_and_gauges_come_back(make_llm: Callable[..., LLM]) -> None:
     drafter = {"method": "ngram", "num_speculative_tokens": 3}
     llm = make_llm(model="octavo-tiny", max_model_len=512, speculative_config=drafter)

@@ -180,7 +180,7 @@ TABLE: dict[str, tuple[set[str], set[str]]] = {
     "bench.oracle": ({"words", "speculate", "models", "cache.specs", "ops", "bench.oracle_gpu"}, {"torch"}),
     "bench.oracle_gpu": ({"words", "ops"}, {"torch", "triton"}),
     "bench": (
-        {"words", "kv_connector", "cli.flags", "llm", "frontend", "startup.probe", "ops"},
+        {"words", "kv_connector", "cli.flags", "llm", "frontend", "startup.probe", "ops", "checkpoint.hub"},
         {"torch", "numpy", "msgspec"},
     ),
     "serve": (

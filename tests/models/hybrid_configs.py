@@ -1,4 +1,4 @@
-"""Tiny configurations of families of which some layers keep states, three of each: a family's name, and its fields."""
+"""Tiny configurations of families of which some layers keep states, at least three of each: a name, and its fields."""
 
 from __future__ import annotations
 
@@ -130,6 +130,10 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_intermediate_size": 80, "tie_word_embeddings": True, "residual_multiplier": 0.5,
             "position_embedding_type": "rope",
         },
+    ),
+    "granite4-unshared": (
+        "GraniteMoeHybrid",
+        {**MAMBA2, "layer_types": MIXED_LAYERS, "num_local_experts": 4, "shared_intermediate_size": 0},
     ),
     "granite4-biased": (
         "GraniteMoeHybrid",

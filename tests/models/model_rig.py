@@ -278,7 +278,7 @@ def make_reference(family: str, *, seed: int = 1, **changes: Any) -> Any:
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
-                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+                parameter.normal_(std=max(parameter.shape[-1], 1) ** -0.5)
         if family in HYBRIDS:
             _soften(model)
     return model

@@ -1,11 +1,7 @@
-"""Every field of a config.json that a family's reader looks at, absent and null: transformers' answer, or a refusal.
-
-What transformers makes of it is what its configuration class writes out again, with all fields, read by us.
-"""
+"""Every field of a config.json that a family's reader looks at, absent and null: transformers' answer, or a refusal."""
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -14,14 +10,9 @@ from typing import Any
 
 import pytest
 
-from hybrid_configs import HYBRIDS
-from model_rig import FAMILIES
+from config_rig import BASES, NAMES, fields_read, read, written
 from octavo.checkpoint.arch import Arch
-from octavo.checkpoint.config_reader.checkpoint import arch_from_config
-from octavo.checkpoint.config_reader.fields import Fields
 
-NAMES = sorted({name for name, _ in [*FAMILIES.values(), *HYBRIDS.values()]})
-TEXTS = {text: f"{text}TextConfig" for text in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")}
 # Numbers of which null means something, where transformers' class keeps the null, or is strict about it of late.
 MEANINGS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "num_key_value_heads": lambda config: config["num_attention_heads"],
@@ -33,55 +24,10 @@ MEANINGS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
 MEAN_NONE = ("q_lora_rank", "sliding_window")  # no number says what null says: tests of parity have it
 # as transformers, which has SiLU and its own there
 UNREAD = (("Lfm2", "hidden_act"), ("Lfm2Moe", "hidden_act"), ("Lfm3", "hidden_act"), ("NemotronH", "hidden_act"))
-BASES: Mapping[str, Mapping[str, Any]] = {  # where transformers' defaults make no model
-    "DeepseekV2": {"num_experts_per_tok": 6, "topk_method": "greedy"},
-    "SeedOss": {"hidden_size": 5120},
-    "Lfm2Moe": {"layer_types": ["conv", "full_attention"] * 16},
-}
 UNSAID = ("bos_token_id", "eos_token_id")  # ids are those that a file names: a family has none of its own
 # a file says its sizes; transformers' defaults for them are those of some published model
 NEEDED = ("hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
 NEEDED += ("vocab_size", "num_experts", "num_local_experts", "moe_intermediate_size")
-
-
-def read(config: Mapping[str, Any]) -> Arch | str:
-    """Or the refusal."""
-    try:
-        return arch_from_config(json.loads(json.dumps(config)))
-    except ValueError as error:
-        return str(error)
-
-
-@functools.cache
-def transformers_class(name: str) -> Any:
-    import transformers
-
-    return getattr(transformers, TEXTS.get(name, f"{name}Config"))
-
-
-def written(name: str, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """By transformers' class, all fields; None: it refuses the file."""
-    given = {field: value for field, value in config.items() if field not in ("architectures", "model_type")}
-    try:
-        found = json.loads(transformers_class(name)(**given).to_json_string(use_diff=False))
-    except Exception:  # of several libraries
-        return None
-    return {**found, "architectures": [f"{name}ForCausalLM"]}
-
-
-def fields_read(config: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names that the reader asks for."""
-    seen: set[str] = set()
-    get = Fields.get
-
-    def note(self: Fields, name: str, default: Any = None) -> Any:
-        seen.add(name)
-        return get(self, name, default)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Fields, "get", note)
-        assert isinstance(read(config), Arch), read(config)
-    return seen - {"architectures"}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -464,3 +464,16 @@ def test_mixtral_has_experts_in_each_layer() -> None:
     assert {layer.window for layer in family("MixtralForCausalLM", sliding_window=128).layers} == {128}
     with pytest.raises(ValueError, match="unsupported num_experts_per_tok=9"):
         family("MixtralForCausalLM", num_experts_per_tok=9)
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["plain", "text_config"])
+def test_an_override_of_a_rotation_keeps_the_rest_of_it(tmp_path: Path, nested: bool) -> None:
+    """A file's rope_scaling replaces its rope_parameters, as with transformers; a user's says a part of them."""
+    own = {"rope_parameters": {"rope_type": "default", "rope_theta": 7e5}, "num_hidden_layers": 4}
+    config = {**LLAMA, "text_config": own} if nested else {**LLAMA, **own}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    linear = {"rope_type": "linear", "factor": 4.0}
+    scaled = read_arch(tmp_path, overrides={"rope_scaling": linear}).layers[0].rope
+    assert (scaled.kind, scaled.factor, scaled.theta) == ("linear", 4.0, 7e5)
+    assert read_arch(tmp_path, overrides={"rope_theta": 3e5}).layers[0].rope.theta == 3e5
+    assert arch(**own, rope_scaling=linear).layers[0].rope == Rope(kind="linear", factor=4.0)

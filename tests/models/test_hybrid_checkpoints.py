@@ -130,6 +130,11 @@ def test_nemotron_h_knows_two_names_of_a_field() -> None:
         ),
         ("NemotronHForCausalLM", {"mlp_hidden_act": "silu"}, 'mlp_hidden_act="silu" .only "relu2" is implemented'),
         ("GraniteMoeHybridForCausalLM", {"position_embedding_type": "alibi"}, "only rope and nope are known"),
+        (
+            "GraniteMoeHybridForCausalLM",
+            {"num_local_experts": 0, "shared_intermediate_size": 0},
+            r"shared_intermediate_size=0 .layers without experts \(num_local_experts=0\) need an MLP",
+        ),
         ("GraniteMoeHybridForCausalLM", {"mamba_n_heads": 4, "time_step_limit": [2, 1]}, r"time_step_limit=\[2, 1\]"),
         ("BambaForCausalLM", {"mamba_n_heads": 7}, "mamba_n_heads=7 .heads of 128 channels in 1 groups must be equal"),
         ("JambaForCausalLM", {"attn_layer_offset": 9}, "attn_layer_offset=9"),

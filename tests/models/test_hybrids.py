@@ -1,6 +1,6 @@
 """Families of which some layers keep states, against transformers: float32 logits within 1e-5 of the largest.
 
-Three tiny random checkpoints of each. A prompt in one piece, in pieces and token by token gives the same bits.
+At least three tiny random checkpoints of each. A prompt in one piece, in pieces and token by token gives the same bits.
 """
 
 from __future__ import annotations

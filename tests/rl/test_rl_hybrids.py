@@ -44,6 +44,7 @@ FAMILIES = [
     "granite4-dense",
     "granite4",
     "granite4-biased",
+    "granite4-unshared",
 ]
 PROMPTS = random_ids(1, 33, 70, 2, 64, 130)
 LENGTHS = [70, 1, 130, 64]
@@ -155,6 +156,14 @@ class TestOperators:
         _compare(sigmoid, torch.sigmoid, inputs[:1], torch.float32)
 
 
+def test_weights_without_elements_are_not_sent() -> None:
+    """Of a model that has no MLP beside its experts: an engine has no place for them."""
+    model = make_reference("granite4-unshared")
+    empty = {name for name, parameter in model.named_parameters() if not parameter.numel()}
+    assert len(empty) == 2 * len(model.model.layers)
+    assert set(rl.WeightSource(model).tensors) == {name for name, _ in model.named_parameters()} - empty
+
+
 @pytest.mark.parametrize("family", ["qwen3.5", "granite4"])
 def test_RL_N2_the_way_back_through_a_whole_model_is_as_near_as_plain_torchs(family: str) -> None:
     """To transformers' gradients in float64, as transformers' own in float32 are."""
@@ -202,7 +211,7 @@ def test_RL_N1_families_with_states(family: str, dtype: torch.dtype, tmp_path: P
     found = rl.logprobs(model, pack).logprobs
     assert num_differing(pack.split(found), theirs) == 0
     found.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.numel())
     packs = [rl.Pack.of([each]) for each in sequences]
     with torch.no_grad():
         each = [rl.logprobs(model, pack).logprobs for pack in packs]

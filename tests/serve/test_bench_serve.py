@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import statistics
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from octavo.bench import serve as bench
+from octavo.bench import serve_result
 from octavo.bench.http_client import Client, EventSplitter, HttpError
 from octavo.bench.serve_data import make_samples
 from octavo.bench.serve_result import Outcome, percentile, summarize
@@ -56,15 +57,35 @@ async def _serving(handler: Handler) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
+_OF_A_REQUEST = {"num_drafts": 4, "num_draft_tokens": 8, "num_accepted_tokens": 6}
+
+
+def _page(drafts: Mapping[str, int]) -> bytes:
+    """/metrics: each of two engines has counted so much; of three accepted two lie at the first place."""
+    lines = ["vllm:prompt_tokens_total 1.0"]
+    for engine in "01":
+        lines += [f'vllm:spec_decode_{name}_total{{engine="{engine}"}} {count}.0' for name, count in drafts.items()]
+        for place, share in enumerate((2 / 3, 1 / 3) if drafts else ()):
+            labels = f'engine="{engine}",position="{place}"'
+            count = round(drafts["num_accepted_tokens"] * share)
+            lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels}}} {count}")
+    data = "\n".join(lines).encode()
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data)
+
+
 class MockServer:
     """Completions of `max_tokens` tokens, PAUSE apart; a chat begins with a chunk that only names the role."""
 
-    def __init__(self, fault: str = "") -> None:
+    def __init__(self, fault: str = "", *, has_drafts: bool = False) -> None:
+        self.has_drafts, self.drafts = has_drafts, {"num_drafts": 7, "num_draft_tokens": 9, "num_accepted_tokens": 3}
         self.fault, self.bodies, self.open, self.most_open = fault, [], 0, 0
 
     async def __call__(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
         if path == "/v1/models":
             writer.write(_json(200, {"data": [{"id": "served"}]}))
+            return
+        if path == "/metrics":
+            writer.write(_page(self.drafts if self.has_drafts else {}))
             return
         if path == "/detokenize":
             writer.write(_json(200, {"prompt": "some text"}))
@@ -74,6 +95,7 @@ class MockServer:
         if self.fault == "refuse":
             writer.write(_json(400, {"error": {"message": "no such model"}}))
             return
+        self.drafts = {name: count + _OF_A_REQUEST[name] for name, count in self.drafts.items()}
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         await self._stream(request, writer)
@@ -143,6 +165,31 @@ def test_keys_and_figures_of_a_run(measured: Callable[..., dict[str, Any]]) -> N
     assert result["output_throughput"] == pytest.approx(24 / result["duration"])
     assert len(result["ttfts"]) == 6 and [len(each) for each in result["itls"]] == [3] * 6
     assert result["printed"]["completed"] == 6 and "itls" not in result["printed"]
+
+
+def test_what_drafts_gave_is_told_where_there_are_any(
+    measured: Callable[..., dict[str, Any]],
+) -> None:
+    """vLLM's keys, of the run alone: what was counted before it, of the first request too, is none of it."""
+    options = (*LENGTHS, "--num-prompts", "3")
+    plain = measured(MockServer(), *options)
+    assert not [name for name in plain if name.startswith("spec_decode")]
+    result = measured(MockServer(has_drafts=True), *options)
+    told = {
+        name.removeprefix("spec_decode_"): value for name, value in result.items() if name.startswith("spec_decode")
+    }
+    rates = told.pop("per_position_acceptance_rates")
+    assert rates == pytest.approx([1.0, 0.5])
+    assert told == {
+        "acceptance_rate": pytest.approx(75.0),
+        "acceptance_length": pytest.approx(2.5),
+        "num_drafts": 2 * 3 * 4,
+        "draft_tokens": 2 * 3 * 8,
+        "accepted_tokens": 2 * 3 * 6,
+    }
+    page = serve_result.table(result, ["ttft"], [99.0])
+    assert "Speculative Decoding" in page and "Position 1 acceptance (%):" in page
+    assert "Speculative" not in serve_result.table(plain, ["ttft"], [99.0])
 
 
 def test_an_empty_first_chunk_is_no_first_token(measured: Callable[..., dict[str, Any]]) -> None:

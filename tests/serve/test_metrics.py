@@ -110,6 +110,7 @@ def metrics() -> ServerMetrics:
 
 
 def test_the_names_that_others_look_for(metrics: ServerMetrics) -> None:
+    metrics.http("GET", "/health", 200, 0.1)
     names = {name for name, _ in _samples(metrics)}
     assert {f"vllm:{name}" for name in EXPECTED.split()} <= names
     assert {"http_requests_total", "http_request_duration_seconds_bucket", "process_resident_memory_bytes"} <= names
@@ -311,7 +312,19 @@ def test_http_is_counted_by_template(metrics: ServerMetrics) -> None:
     assert found["http_request_duration_seconds_sum", frozenset(times.items())] == pytest.approx(0.2)
 
 
-def test_traffic_adds_no_series(metrics: ServerMetrics) -> None:
+def test_routes_that_nobody_asked_for_have_no_series(metrics: ServerMetrics) -> None:
+    """A server has dozens of routes, of several statuses each: their zeros were most of the page."""
+    untouched = metrics.render()
+    assert b"\n# TYPE http_requests_total counter\n" in untouched
+    assert b"handler=" not in untouched
+    metrics.http("GET", "/health", 200, 0.1)
+    handlers = [dict(labels) for name, labels in _samples(metrics) if name == "http_requests_total"]
+    assert handlers == [{"method": "GET", "handler": "/health", "status": "2xx"}]
+
+
+def test_traffic_adds_no_series_but_of_routes(metrics: ServerMetrics) -> None:
+    for status in (200, 304, 404, 503):  # of the unknown ones
+        metrics.http("X", None, status, 0.1)
     before = set(_samples(metrics))
     for index in range(50):
         metrics.http(f"M{index}", f"/p{index}", 100 + 10 * index, 0.1)
@@ -341,6 +354,7 @@ def _queries() -> list[str]:
 
 
 def test_the_dashboard_queries_what_there_is(metrics: ServerMetrics) -> None:
+    metrics.http("GET", "/health", 200, 0.1)
     names = {name for name, _ in _samples(metrics)}
     asked = {name for query in _queries() for name in re.findall(r"\b(?:vllm:|http_)\w+", query)}
     assert len(asked) > 15

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
@@ -31,5 +32,6 @@ def test_RL_W9_moves_are_logged_with_their_status_and_a_stop_loses_no_weights(tm
         logged = server.stderr()
     for path in (*MOVES, "/update_weights", "/finish_weight_update"):
         assert f"route={path} status=200" in logged, path
+    assert re.search(r"cache holds \d+ tokens: [\d.]+ requests of max_model_len=256\n", logged)
     assert "route=/finish_weight_update status=409" in logged and "status=499" not in logged
     assert "were lost" not in logged and " ERROR " not in logged

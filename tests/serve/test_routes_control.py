@@ -259,6 +259,7 @@ def test_what_a_trainer_reads_before_it_begins(own_server: RunningServer) -> Non
     config = own_server.get("/server_info?config_format=json").json()["vllm_config"]
     assert config["model_config"]["logprobs_mode"] == "raw_logprobs"
     assert config["model_config"]["dtype"] == "torch.float32" and config["weight_transfer_config"] is not None
+    assert config["speculative_config"] is None
     assert own_server.get("/get_world_size?include_dp=false").json() == {"world_size": 1}
     assert own_server.get("/model_info").json()["is_generation"] is True
     own_server.wait_ready(path="/health_generate")

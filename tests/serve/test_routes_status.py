@@ -94,6 +94,8 @@ def test_S_12_metrics_tell_drafts_and_each_of_their_places(start_server: StartSe
     name = "vllm:spec_decode_num_accepted_tokens_per_pos_total{"
     found = [line.partition('position="')[2].partition('"')[0] for line in lines if line.startswith(name)]
     assert found == ["0", "1", "2"]
+    told = server.get("/server_info?config_format=json").json()["vllm_config"]["speculative_config"]
+    assert told["method"] == "ngram" and told["num_speculative_tokens"] == 3 and told["model"] is None
 
 
 def test_tokenizer_routes(server: RunningServer) -> None:

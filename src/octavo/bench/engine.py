@@ -27,6 +27,8 @@ from octavo.llm import LLM
 from octavo.request.sampling_params import SamplingParams
 from octavo.startup import probe
 
+_NUM_DRAFTS = 4
+
 
 @contextlib.contextmanager
 def dummy_model(shape: str, **fields: Any) -> Iterator[LLM]:
@@ -174,7 +176,7 @@ def _add_drafts(parser: Parser) -> None:
     parser.add_argument(
         "--drafts", type=json.loads, metavar="JSON", help="a speculative_config beside none, or its cost"
     )
-    parser.add_argument("--num-drafts", type=int, default=4, help="of an oracle, or of --drafts")
+    parser.add_argument("--num-drafts", type=int, metavar="N", help="of an oracle, or of --drafts (default: 4)")
     parser.add_argument(
         "--rows", type=_counts, default=gpu_engine.ROWS, metavar="N,N", help="that the workload of this name sweeps"
     )
@@ -188,9 +190,33 @@ def _drafts(parser: Parser, arguments: argparse.Namespace) -> speculation.Drafts
     if arguments.oracle is not None and not 0 <= arguments.oracle <= 1:
         parser.error(f"--oracle {arguments.oracle}: a probability is from 0 to 1")
     config = dict(arguments.drafts or {})
+    said = config.get("num_speculative_tokens")
+    count = next((number for number in (arguments.num_drafts, said) if number is not None), _NUM_DRAFTS)
+    if said not in (None, count):
+        parser.error(f"--num-drafts {count}: --drafts says num_speculative_tokens={said}; leave one of them out")
     if config:
-        config.setdefault("num_speculative_tokens", arguments.num_drafts)
-    return speculation.Drafts(arguments.num_drafts, arguments.oracle, config, not arguments.fixed_depth)
+        config["num_speculative_tokens"] = count
+    return speculation.Drafts(count, arguments.oracle, config, not arguments.fixed_depth)
+
+
+def _subject(parser: Parser, arguments: argparse.Namespace, fields: dict[str, Any]) -> gpu_engine.Run:
+    """What is run: a model with its weights, or a shape with random ones. The first is compared with drafts alone."""
+    if arguments.model is None:
+        shape = arguments.shape or "tiny"
+        return gpu_engine.Run(shape, SHAPES[shape], fields, dummy_model)
+    if arguments.shape:
+        parser.error(f"--model {arguments.model}: --shape {arguments.shape} names another one, leave one of them out")
+    if arguments.oracle is None and not arguments.drafts:
+        parser.error(f"--model {arguments.model}: it is compared with --drafts or --oracle; without them take --shape")
+    from octavo.checkpoint.config_reader.checkpoint import read_arch
+    from octavo.checkpoint.hub import find_model
+
+    arch = read_arch(find_model(arguments.model))
+
+    def engine(name: str, *, max_model_len: int, **settings: Any) -> LLM:
+        return LLM(name, max_model_len=min(max_model_len, arch.max_position), **settings)
+
+    return gpu_engine.Run(arguments.model, {"vocab_size": arch.vocab_size}, fields, engine)
 
 
 def _groups(names: Sequence[str], vocab: int, counts: Sequence[int]) -> list[dict[str, gpu_engine.Workload]]:
@@ -217,7 +243,8 @@ def _names(parser: Parser, workload: str, device: str, *, with_drafts: bool) -> 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run workloads and print a table, then JSON lines; the last one holds everything."""
     parser = Parser(prog="octavo bench engine", description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="of a model of random weights (default: tiny)")
+    parser.add_argument("--model", help="with --drafts or --oracle: a model with its weights, as the engine's setting")
     # some run on either device
     workloads = dict.fromkeys((*WORKLOADS, *gpu_engine.WORKLOADS, *gpu_engine.DRAFTED, gpu_engine.SWEEP, "all", "none"))
     parser.add_argument("--workload", choices=list(workloads), default="all")
@@ -247,22 +274,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     fields |= {name: value for name, value in given.items() if value}
     drafts = _drafts(parser, arguments)
     names = _names(parser, arguments.workload, fields["device"], with_drafts=drafts is not None)
-    document = {"shape": arguments.shape, **fields}
+    run = _subject(parser, arguments, fields)
+    document = {"model" if arguments.model else "shape": run.shape, **fields}
     if drafts:
-        groups = _groups(names, SHAPES[arguments.shape]["vocab_size"], arguments.rows)
-        engine = gpu_engine.Run(arguments.shape, SHAPES[arguments.shape], fields, dummy_model).engine
-        return speculation.run(engine, arguments.shape, groups, drafts, document, profile=arguments.profile and on_gpu)
+        groups = _groups(names, run.facts["vocab_size"], arguments.rows)
+        return speculation.run(run.engine, run.shape, groups, drafts, document, profile=arguments.profile and on_gpu)
     if on_gpu:
-        run = gpu_engine.Run(arguments.shape, SHAPES[arguments.shape], fields, dummy_model)
         return gpu_engine.report(run, names, document, profile=arguments.profile, timeline=arguments.timeline)
     limits = machine_limits()
     results = {}
     for name in names:
-        row = WORKLOADS[name](arguments.shape, fields)
+        row = WORKLOADS[name](run.shape, fields)
         results[name] = row
         in_pairs = fields["dtype"] == "bfloat16" and not arguments.quantization
         limit = _limit(name, row, limits, in_pairs=in_pairs)
-        print(f"{arguments.shape} {fields['dtype']} {arguments.quantization or ''} {name}: {limit}")
+        print(f"{run.shape} {fields['dtype']} {arguments.quantization or ''} {name}: {limit}")
         for key, value in row.items():
             print(f"  {key:24} {value:12.3f}")
     document["machine"] = platform.processor() or platform.machine()

@@ -33,7 +33,10 @@ _TIMELINE_ROWS, _TIMELINE_STEPS = 64, 4
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """A shape by its config.json, the engine's settings, and what makes an engine of random weights."""
+    """A shape by its config.json, the engine's settings, and what makes an engine of random weights.
+
+    Or a model: its name, how many tokens it has, and what makes an engine of it.
+    """
 
     shape: str
     facts: dict[str, Any]

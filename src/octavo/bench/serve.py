@@ -16,6 +16,7 @@ import os
 import random
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,16 @@ import msgspec
 
 from octavo.bench.http_client import Client, EventSplitter, HttpError, Response
 from octavo.bench.serve_data import Sample, add_options, make_samples
-from octavo.bench.serve_result import DETAILS, GOODPUT_METRICS, METRICS, Outcome, summarize, table
+from octavo.bench.serve_result import (
+    DETAILS,
+    GOODPUT_METRICS,
+    METRICS,
+    Outcome,
+    drafts_between,
+    read_drafts,
+    summarize,
+    table,
+)
 from octavo.cli.flags import Parser, UsageError
 
 BACKENDS = {
@@ -33,6 +43,7 @@ BACKENDS = {
     "openai-chat": "/v1/chat/completions",
 }
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+_SETTLED_SECONDS, _MAX_READINGS = 0.5, 8  # between two equal readings of /metrics: engines tell it now and then
 _MAX_ERROR = 300  # characters kept of what a server says
 
 
@@ -213,6 +224,21 @@ async def wait_ready(target: Target, sample: Sample, seconds: float) -> None:
         await asyncio.sleep(0.2)
 
 
+async def drafts_of(client: Client) -> Counter[str]:
+    """What the server counts of drafts, once that grows no more; empty where it has none, or does not tell."""
+    counts: Counter[str] = Counter()
+    for _ in range(_MAX_READINGS):
+        try:
+            response = await client.request("GET", "/metrics")
+        except HttpError:
+            return Counter()
+        earlier, counts = counts, read_drafts(response.body.decode(errors="replace") if response.status == 200 else "")
+        if counts == earlier:
+            break
+        await asyncio.sleep(_SETTLED_SECONDS)
+    return counts
+
+
 async def first_model(client: Client) -> str:
     """The first name that /v1/models lists. Raises ValueError."""
     try:
@@ -347,14 +373,16 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     for index in range(options.num_warmups):
         await target.ask(samples[index % len(samples)], f"warm-up-{index}")
     moments = start_times(len(samples), options.request_rate, options.burstiness, random.Random(options.seed))
+    before = await drafts_of(client)
     gc.collect()
     gc.freeze()  # the prompts are not garbage: pauses would be measured as the server's
     outcomes, seconds = await run(target, samples, moments, options.max_concurrency, options.request_id_prefix)
+    drafts = drafts_between(before, await drafts_of(client))
     await client.close()
     result = summarize(
         outcomes, seconds, metrics=options.metrics, percentiles=options.percentiles, goodput=options.limits
     )
-    return _facts(options, model) | result
+    return _facts(options, model) | result | drafts
 
 
 def _facts(options: argparse.Namespace, model: str) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -97,6 +99,39 @@ def summarize(
     return result
 
 
+_DRAFTS = re.compile(r"^vllm:spec_decode_(num_\w+?)_total(?:\{(.*?)\})? (\S+)$", re.MULTILINE)
+_PLACE = re.compile(r'position="(\d+)"')
+
+
+def read_drafts(page: str) -> Counter[str]:
+    """What a page of metrics counts of drafts, of all engines together; empty: nothing, as without drafts."""
+    counts: Counter[str] = Counter()
+    for name, labels, value in _DRAFTS.findall(page):
+        place = _PLACE.search(labels)
+        counts[f"{name} {place[1]}" if place else name] += int(float(value))
+    return counts if any(" " in name for name in counts) or counts.total() else Counter()
+
+
+def drafts_between(before: Counter[str], after: Counter[str]) -> dict[str, Any]:
+    """vLLM's keys of speculative decoding, of what was counted between two pages; empty: the server has no drafts."""
+    if not after:
+        return {}
+    drafts, proposed, accepted = (
+        after[name] - before[name] for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    )
+    of_place = {
+        int(place): after[name] - before[name] for name in after for _, found, place in [name.partition(" ")] if found
+    }
+    return {
+        "spec_decode_acceptance_rate": 100 * accepted / max(proposed, 1),
+        "spec_decode_acceptance_length": 1 + accepted / max(drafts, 1),
+        "spec_decode_num_drafts": drafts,
+        "spec_decode_draft_tokens": proposed,
+        "spec_decode_accepted_tokens": accepted,
+        "spec_decode_per_position_acceptance_rates": [of_place[place] / max(drafts, 1) for place in sorted(of_place)],
+    }
+
+
 DETAILS = ("input_lens", "output_lens", "ttfts", "itls", "generated_texts", "errors")
 
 
@@ -154,7 +189,22 @@ def table(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequen
             _row(f"{word} {name.upper()} (ms):", result[f"{word.lower()}_{name}_ms"]) for word in ("Mean", "Median")
         ]
         lines += [_row(f"P{each:g} {name.upper()} (ms):", result[f"p{each:g}_{name}_ms"]) for each in percentiles]
-    return "\n".join([*lines, "=" * 50])
+    return "\n".join([*lines, *_table_of_drafts(result), "=" * 50])
+
+
+def _table_of_drafts(result: Mapping[str, Any]) -> list[str]:
+    if "spec_decode_num_drafts" not in result:
+        return []
+    rows: list[tuple[str, Any]] = [
+        ("Acceptance rate (%):", result["spec_decode_acceptance_rate"]),
+        ("Acceptance length:", result["spec_decode_acceptance_length"]),
+        ("Drafts:", result["spec_decode_num_drafts"]),
+        ("Draft tokens:", result["spec_decode_draft_tokens"]),
+        ("Accepted tokens:", result["spec_decode_accepted_tokens"]),
+    ]
+    places = enumerate(result["spec_decode_per_position_acceptance_rates"])
+    rows += [(f"Position {place} acceptance (%):", 100.0 * rate) for place, rate in places]
+    return [f"{'Speculative Decoding':-^50}", *(_row(name, value) for name, value in rows)]
 
 
 def _row(name: str, value: Any) -> str:

@@ -77,15 +77,19 @@ class CachePlan:
             ("KV cache", self.kv_bytes, blocks),
         ]
         lines = [f"  {name:<12} {show_bytes(size):>10}  {remark}" for name, size, remark in rows if size]
-        lines.append(
-            f"  The cache holds {self.num_tokens} tokens: {self.max_requests:.1f} requests of "
-            f"max_model_len={self.max_model_len}{self._why_length()}."
-        )
+        lines.append(f"  The {self.capacity()}{self._why_length()}.")
         lines += self._show_states()
         reasons = [self.why[name] for name in ("enable_prefix_caching", "snapshot_interval") if name in self.why]
         lines += [f"  Prefixes: {reason}." for reason in reasons]
         lines.append(f"  Its layout is {self.layout}, {self.why['layout']}; {self._show_tables()}.")
         return "\n".join(lines)
+
+    def capacity(self) -> str:
+        """What the cache holds, in a few words."""
+        return (
+            f"cache holds {self.num_tokens} tokens: {self.max_requests:.1f} requests of "
+            f"max_model_len={self.max_model_len}"
+        )
 
     def _show_states(self) -> list[str]:
         """What layers with states keep, a line per kind of layer."""

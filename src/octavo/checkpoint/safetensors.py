@@ -243,7 +243,7 @@ def _read_header(file: int, file_size: int, path: Path, shard: int) -> dict[str,
     for name, fields in header.items():
         if name != "__metadata__":
             entries[name] = _entry(name, fields, 8 + length, path, shard)
-    entries = dict(sorted(entries.items(), key=lambda item: item[1].start))
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)))
     end = 8 + length
     for name, entry in entries.items():
         if entry.start != end:
@@ -278,7 +278,7 @@ def _entry(name: str, fields: object, data_start: int, path: Path, shard: int) -
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _ITEM_SIZES:
         raise ValueError(f"{where} has unknown dtype {quoted(dtype)}")
-    fault = fault_of_shape(shape)
+    fault = fault_of_shape(shape, least=0)  # files of some models hold tensors without elements, which none reads
     if fault:
         raise ValueError(f"{where} has shape {quoted(shape)}, {fault}")
     if not isinstance(offsets, list) or len(offsets) != 2 or any(type(n) is not int or n < 0 for n in offsets):
@@ -292,12 +292,16 @@ def _entry(name: str, fields: object, data_start: int, path: Path, shard: int) -
     return Entry(shard, dtype, tuple(shape), data_start + begin, size)
 
 
-def fault_of_shape(shape: object) -> str:
-    """What is wrong with a shape that came from outside; empty: nothing, and its product is quickly made."""
+def fault_of_shape(shape: object, least: int = 1) -> str:
+    """What is wrong with a shape that came from outside; empty: nothing, and its product is quickly made.
+
+    least: of each size.
+    """
     if not isinstance(shape, list | tuple):
         return "a list of sizes is needed"
     if len(shape) > MAX_DIMENSIONS:
         return f"{len(shape)} sizes: a tensor has at most {MAX_DIMENSIONS}"
-    if any(type(n) is not int or not 1 <= n <= MAX_DIMENSION for n in shape):
-        return f"all sizes must be positive integers of at most {MAX_DIMENSION}"
+    if any(type(n) is not int or not least <= n <= MAX_DIMENSION for n in shape):
+        kind = "positive" if least else "natural"
+        return f"all sizes must be {kind} integers of at most {MAX_DIMENSION}"
     return ""

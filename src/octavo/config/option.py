@@ -29,12 +29,19 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     kind: str = "value"  # of its flag: value, values or switch
     short: tuple[str, ...] = ()  # other flags of it, with their dashes
     server: bool = False  # it is the server's
+    known: tuple[str, ...] = ()  # all values that it may have, where they are words; empty: any
+    least: int | None = None  # it is a whole number from here on
+    gives_way: bool = False  # whatever else means the same setting wins
 
     def read(self, name: str, value: Any, origin: str) -> dict[str, Any]:
         """The settings that it becomes. Raises ConfigError."""
+        text = _text(value)
+        if self.known and value is not None and text not in self.known and text not in _OFF:
+            raise ConfigError(name, value, f"must be one of: {', '.join(self.known)}", "", origin)
+        if self.least is not None and text not in _OFF and not (text.isdecimal() and int(text) >= self.least):
+            raise ConfigError(name, value, f"a whole number of at least {self.least} is needed", "", origin)
         if self.becomes is not None:
             return self.becomes(name, value)
-        text = _text(value)
         if value is None or (text in _OFF and not self.harmless):
             return {}
         if self.harmless is not None and text not in self.harmless and text not in _OFF:

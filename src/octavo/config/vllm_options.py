@@ -30,8 +30,8 @@ def translate(
     `server`: those of the server count as well. Raises ConfigError for what is refused.
     """
     found: dict[str, Any] = {}
-    for name, value in values.items():
-        option = None if name in known else OPTIONS.get(name)
+    for name in sorted(values, key=lambda name: name not in OPTIONS or not OPTIONS[name].gives_way):
+        value, option = values[name], None if name in known else OPTIONS.get(name)
         if option is None or (option.server and not server):
             read = {name: value}
         else:
@@ -73,6 +73,32 @@ def _reasoning(name: str, value: Any) -> dict[str, Any]:
     return found
 
 
+def _state_dtype(name: str, value: Any) -> dict[str, Any]:
+    """The type of recurrent states; auto: whatever else says it, else float32."""
+    if value in (None, "auto"):
+        return {}
+    if value == "float16":
+        limit = "recurrent states are float32 or bfloat16, as --state-dtype says: float16 has no room for their sums"
+        raise ConfigError(name, value, limit)
+    return {"state_dtype": value}
+
+
+def _mamba(name: str, value: Any) -> dict[str, Any]:
+    """vLLM's mapping of what --mamba-backend and those beside it say."""
+    given = mapping(name, value)
+    keys = {
+        "backend": "mamba_backend",
+        "ssu_algorithm": "mamba_ssu_algorithm",
+        "enable_stochastic_rounding": "enable_mamba_cache_stochastic_rounding",
+        "stochastic_rounding_philox_rounds": "mamba_cache_philox_rounds",
+    }
+    for key in given:
+        if key not in keys:
+            raise ConfigError(name, value, f"unknown key {str(key)[:40]!r}: {', '.join(keys)} are known")
+        OPTIONS[keys[key]].read(f"{name}.{key}", given[key], "")
+    return {}
+
+
 def _structured(name: str, value: Any) -> dict[str, Any]:
     """vLLM's options of structured outputs: two of them are settings of ours, the others change nothing."""
     given = mapping(name, value)
@@ -98,6 +124,8 @@ _STATS = "figures are at /metrics; none are logged"
 _CHUNKS = "long prompts share a step by --max-num-batched-tokens alone"
 _NETWORK = "nothing runs on other machines"
 _MAMBA = "states of recurrent layers lie in blocks of the one cache, and advance at fixed positions"
+_ROUNDED = "states are rounded to the nearest value (--state-dtype), none is drawn"
+_STATE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 _MODEL = {
     "model_weights": never("weights are read from --model"),
@@ -219,14 +247,14 @@ _CACHE = {
     "kv_cache_dtype_skip_layers": never("the cache has one type", kind="values"),
     "prefix_cache_retention_interval": idle("the oldest unused blocks go first"),
     "prefix_match_unit": idle("whole blocks are found again"),
-    "mamba_cache_mode": idle(_MAMBA),
-    "mamba_config": idle(_MAMBA),
-    "mamba_backend": idle(_MAMBA),
+    "mamba_cache_mode": idle(_MAMBA, known=("align", "all", "none")),
+    "mamba_config": Option(becomes=_mamba),
+    "mamba_backend": idle(_MAMBA, known=("triton", "flashinfer")),
     "mamba_ssu_algorithm": idle(_MAMBA),
-    "enable_mamba_cache_stochastic_rounding": idle(_MAMBA, kind="switch"),
-    "mamba_cache_philox_rounds": idle(_MAMBA),
+    "enable_mamba_cache_stochastic_rounding": never(_ROUNDED, kind="switch"),
+    "mamba_cache_philox_rounds": idle(_ROUNDED, least=0),
     "use_replayssm": idle(_MAMBA, kind="switch"),
-    "replayssm_buffer_len": idle(_MAMBA),
+    "replayssm_buffer_len": idle(_MAMBA, least=1),
     "gdn_prefill_backend": idle(_MAMBA),
     "kda_prefill_backend": idle(_MAMBA),
     "ec_manager_config": idle(_TEXT),
@@ -239,11 +267,9 @@ _CACHE = {
     "kv_offloading_backend": only("native", "blocks are kept by the connector `host`"),
     "calculate_kv_scales": never("scales of the cache are the checkpoint's", kind="switch"),
     "kv_sharing_fast_prefill": idle("no model of Octavo's shares its cache between layers", kind="switch"),
-    "mamba_cache_dtype": idle(_MAMBA),
-    "mamba_ssm_cache_dtype": Option(
-        becomes=lambda name, value: {"state_dtype": "float32" if value == "auto" else value}
-    ),
-    "mamba_block_size": idle(_MAMBA),
+    "mamba_cache_dtype": Option(becomes=_state_dtype, known=_STATE_DTYPES, gives_way=True),
+    "mamba_ssm_cache_dtype": Option(becomes=_state_dtype, known=_STATE_DTYPES),
+    "mamba_block_size": idle(_MAMBA, least=1),
     "kv_events_config": never("the cache tells of no events"),
     "ec_transfer_config": never(_TEXT),
     "use_v2_block_manager": idle("there is one block manager", kind="switch"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 _NO_POOLING = "embeddings, classes and rewards are not computed here"
+_ENQUEUE = "generate takes all prompts at once, and stream gives outputs as they come"
 _PROFILE = "`octavo bench engine --profile` says where the time of a step goes"
 _ABSENT = {
     "embed": _NO_POOLING,
@@ -18,6 +19,9 @@ _ABSENT = {
     "collective_rpc": "start_weight_update and the methods beside it change weights; a server has POST /collective_rpc",
     "apply_model": "the model is its worker's: start_weight_update and the methods beside it change weights",
     "llm_engine": "it is `engine` here, which has other methods; package octavo-vllm has vLLM's",
+    "enqueue": _ENQUEUE,
+    "enqueue_chat": _ENQUEUE,
+    "wait_for_completion": _ENQUEUE,
     "start_profile": _PROFILE,
     "stop_profile": _PROFILE,
     "preprocess_chat": "`chat` takes messages",

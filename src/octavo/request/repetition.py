@@ -5,11 +5,11 @@ Owns what a user may set, and the pattern's look. `octavo.sched.stops` asks when
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from octavo.request.validation import as_int
+from octavo.request.validation import ParameterError, as_int, type_error
 
 MAX_PATTERN = 1024  # tokens
 
@@ -31,6 +31,18 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True, kw_only=True):
         as_int(f"{name}.max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN)
         as_int(f"{name}.min_pattern_size", self.min_pattern_size, 0, self.max_pattern_size)
         as_int(f"{name}.min_count", self.min_count, 2 if self.max_pattern_size else 0, MAX_PATTERN)
+
+
+def read_repetition_detection(value: object) -> RepetitionDetectionParams:
+    """One, or an object of its fields, as JSON gives it. Raises ParameterError."""
+    if isinstance(value, RepetitionDetectionParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise type_error("repetition_detection", "a RepetitionDetectionParams or a dict of its fields", value)
+    names = RepetitionDetectionParams.__struct_fields__
+    if set(value) - set(names):
+        raise ParameterError("repetition_detection", f"takes {', '.join(names)}", "unknown_field")
+    return RepetitionDetectionParams(**value)
 
 
 def ends_in_repetition(tokens: Sequence[int], detection: RepetitionDetectionParams) -> bool:

@@ -23,6 +23,7 @@ from msgspec.structs import force_setattr
 
 from octavo.request.fields import FieldSpec, check_fields, check_plain
 from octavo.request.repetition import RepetitionDetectionParams as RepetitionDetectionParams
+from octavo.request.repetition import read_repetition_detection
 from octavo.request.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 from octavo.request.structured_outputs import read_structured_outputs
 from octavo.request.thinking import Thinking
@@ -156,12 +157,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
             raise type_error("output_kind", "a RequestOutputKind", self.output_kind)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParameterError("min_tokens", f"must be <= max_tokens {self.max_tokens}, got {self.min_tokens}")
-        detection = self.repetition_detection
-        if detection is not None and not isinstance(detection, RepetitionDetectionParams):
-            raise type_error("repetition_detection", "a RepetitionDetectionParams", detection)
-        structured = self.structured_outputs
-        if structured is not None and not isinstance(structured, StructuredOutputsParams):
-            raise type_error("structured_outputs", "a StructuredOutputsParams", structured)
+        if self.repetition_detection is not None:
+            force_setattr(self, "repetition_detection", read_repetition_detection(self.repetition_detection))
+        if self.structured_outputs is not None:
+            force_setattr(self, "structured_outputs", read_structured_outputs(self.structured_outputs))
         if self.thinking is not None and not isinstance(self.thinking, Thinking):
             raise type_error("thinking", "set by the text layer", self.thinking)
 
@@ -169,22 +168,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, metaclass
     def from_optional(**fields: Any) -> SamplingParams:
         """Like the constructor, but None means the default, and JSON's shapes are taken.
 
-        That is: `logit_bias` keys may be decimal strings, `repetition_detection` and `structured_outputs`
-        dicts. None stays None where it has a meaning of its own (`max_tokens`, `seed`, `logprobs`). Unknown
-        names raise ParameterError.
+        That is: `logit_bias` keys may be decimal strings. None stays None where it has a meaning of its own
+        (`max_tokens`, `seed`, `logprobs`). Unknown names raise ParameterError.
         """
         _refuse_unknown(fields, *_NOT_USERS)
         given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
         if isinstance(given.get("logit_bias"), dict):
             given["logit_bias"] = {_bias_key(key): value for key, value in given["logit_bias"].items()}
-        if isinstance(given.get("repetition_detection"), dict):
-            try:
-                given["repetition_detection"] = RepetitionDetectionParams(**given["repetition_detection"])
-            except TypeError:
-                names = ", ".join(RepetitionDetectionParams.__struct_fields__)
-                raise ParameterError("repetition_detection", f"takes {names}", "unknown_field") from None
-        if isinstance(given.get("structured_outputs"), dict):
-            given["structured_outputs"] = read_structured_outputs(given["structured_outputs"])
         return SamplingParams(**given)
 
     def clone(self) -> SamplingParams:

@@ -75,7 +75,9 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
 
 
 def read_structured_outputs(value: object, field: str = _FIELD) -> StructuredOutputsParams:
-    """vLLM's JSON object. Null stands for a default, unknown names are refused. Raises ParameterError."""
+    """One, or vLLM's JSON object of one: null stands for a default, unknown names raise ParameterError."""
+    if isinstance(value, StructuredOutputsParams):
+        return value
     if not isinstance(value, Mapping):
         raise type_error(field, "an object", value)
     known = StructuredOutputsParams.__struct_fields__

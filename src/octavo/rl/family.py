@@ -217,7 +217,7 @@ class Parameters:
     def unused(self, others: Sequence[str] = ()) -> list[str]:
         """Parameters of the trainer's layer that are neither the engine's nor among some others."""
         used = {name for names in (*self._names.values(), others) for name in names}
-        return [name for name, _ in self.module.named_parameters() if name not in used]
+        return [name for name, own in self.module.named_parameters() if name not in used and own.numel()]
 
     def rows(self, path: str) -> list[Tensor]:
         """The parameters whose rows make up the engine's."""

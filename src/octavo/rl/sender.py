@@ -62,6 +62,8 @@ class WeightSource:
                 if isinstance(module, nn.Module):  # a buffer that counts, say: no checkpoint's weight
                     continue
                 raise WeightUpdateError(f"{name}: expected floating-point values, got {tensor.dtype}: leave it out")
+            if not tensor.numel():  # of parts that a model does without
+                continue
             own = getattr(tensor, "_local_tensor", tensor)
             if seen.setdefault((own.data_ptr(), tensor.shape), name) == name:
                 self._tensors[name] = tensor

@@ -151,7 +151,7 @@ class Scheduler:
         self._schedule_running(work)
         if self.waiting and not work.victims:
             self._schedule_waiting(work)
-        work.depth = self.drafting.announce(len(self.running))
+        work.depth = self.drafting.announce(len(self.running), has_room_ahead=work.has_room_ahead)
         plan = work.plan(self._step, self._running.finished_rows, self.kv.take_fresh(), self.loads.awaited)
         self._running.finished_rows = []
         if plan.has_work:
@@ -344,6 +344,7 @@ class Scheduler:
             places = (starts % self.kv.block_size == 0).nonzero()[0]
             if len(places) and not self._growth.extend(at[places], starts[places], starts[places] + 1, work):
                 return False
+            work.has_room_ahead = not self.drafting.lookahead
         work.rows, work.num_tokens, work.num_sampling = at, num_new, len(at)
         work.budget -= len(at) * num_new.item(0)
         rows.advance(by_row)

@@ -49,6 +49,7 @@ class PlanBuilder:
         "computed",
         "depth",
         "growth",
+        "has_room_ahead",
         "headroom",
         "new_num_tokens",
         "new_rows",
@@ -69,6 +70,7 @@ class PlanBuilder:
         self.num_drafts: IntArray = NO_INTS  # of these; empty: none
         self.computed: IntArray = NO_INTS  # what they have computed, all drafts accepted; empty: the worker knows
         self.depth = 0  # drafts that are proposed behind the step
+        self.has_room_ahead = True  # see Drafting.announce
         self.new_rows: list[NewRow] = []
         self.new_num_tokens: list[int] = []
         self.num_sampling = 0

@@ -1,7 +1,7 @@
 """The names of /metrics: vLLM's, so that dashboards and autoscalers made for it find what they look for.
 
 Owns name, kind, label, buckets and older names of every family. Holds no values. Invariant: the set of series follows
-from this table, the table of routes and the number of drafts alone, so traffic cannot add one.
+from this table, the table of routes and the number of drafts alone, so no text of a client becomes one.
 """
 
 from __future__ import annotations
@@ -65,15 +65,23 @@ FAMILIES = (
         "sleep_state",
         ("awake", "weights_offloaded", "discard_all"),
     ),
-    _of_requests("prompt_tokens", "Prompt tokens of requests that began to answer"),
+    _of_requests("prompt_tokens", "Prompt tokens of requests that began to answer, once of each request"),
     _of_requests("generation_tokens", "Tokens generated"),
     _of_requests("request_success", "Requests that ended, by reason"),
     _of_requests(
         "corrupted_requests", "Requests that failed alone: logits that were not numbers, tokens that do not exist"
     ),
     _counter("num_preemptions", "Times that a running request lost its blocks"),
-    _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", alias="gpu_prefix_cache_queries"),
-    _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", alias="gpu_prefix_cache_hits"),
+    _counter(
+        "prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache, by each of n completions",
+        alias="gpu_prefix_cache_queries",
+    ),
+    _counter(
+        "prefix_cache_hits",
+        "Prompt tokens found in the prefix cache, by each of n completions",
+        alias="gpu_prefix_cache_hits",
+    ),
     _counter("external_prefix_cache_queries", "Prompt tokens looked up in a connector's cache"),
     _counter("external_prefix_cache_hits", "Prompt tokens found in a connector's cache"),
     _counter("spec_decode_num_drafts", "Times that a request had drafts verified"),

@@ -2,7 +2,8 @@
 
 Owns the values behind `metric_families` and the HTTP families. Fed by the front end's event loop alone, so nothing is
 locked; knows neither sockets nor the engine's process. Invariants: no global registry; the set of series is fixed when
-it is built (and once more when the engine tells its cache); counters never go back, also when the engine restarts.
+it is built (and once more when the engine tells its cache), but for those of HTTP: of the routes that there are, those
+that were asked for; counters never go back, also when the engine restarts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from octavo.serve.metric_families import ACCEPTED_PER_PLACE, FAMILIES, HTTP, OWN
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"  # what every unknown method and unknown route is called
 _RENDER_SECONDS = 0.1  # between two renderings for HTTP, which take some ms of the event loop each
-_STATUSES = ("2xx", "3xx", "4xx", "5xx")
 _GAUGES = (
     *((name.partition(":")[2], source) for name, source in GAUGES),
     ("num_requests_open", "num_requests"),
@@ -89,7 +89,8 @@ class ServerMetrics(Collector):
                 self._values[family.name] = dict.fromkeys(family.values, 0.0)
         self._values[ACCEPTED_PER_PLACE] = dict.fromkeys(map(str, range(num_drafts)), 0.0)
         self._values["engine_sleep_state"]["awake"] = 1.0  # before an engine is watched
-        self._http_counts: dict[tuple[str, str, str], float] = {}
+        self._exchanges: set[tuple[str, str]] = set()  # (method, path template) of all that can be counted
+        self._http_counts: dict[tuple[str, str, str], float] = {}  # of those that were, as the times
         self._http_times: dict[tuple[str, str], Histogram] = {}
         self._rendering: asyncio.Future[bytes] | None = None  # that is due
         self._rendered_at = -math.inf
@@ -99,20 +100,17 @@ class ServerMetrics(Collector):
         ProcessCollector(registry=self.registry)
 
     def add_routes(self, routes: Iterable[tuple[str, str]]) -> None:
-        """Make room for more (method, path template) pairs; only while the server is put together."""
+        """Let more (method, path template) pairs be counted; only while the server is put together."""
         for method, path in [*routes, (OTHER, OTHER)]:
-            for name in (method, OTHER):
-                self._http_times.setdefault((name, path), Histogram(HTTP))
-                for status in _STATUSES:
-                    self._http_counts.setdefault((name, path, status), 0.0)
+            self._exchanges |= {(method, path), (OTHER, path)}
 
     def http(self, method: str, route: str | None, status: int, seconds: float) -> None:
         """Count one HTTP exchange. `route` is the path template, None if no route matched."""
-        path = route if (OTHER, route) in self._http_times else OTHER
-        name = method if (method, path) in self._http_times else OTHER
+        path = route if route is not None and (OTHER, route) in self._exchanges else OTHER
+        name = method if (method, path) in self._exchanges else OTHER
         group = f"{min(max(status // 100, 2), 5)}xx"
-        self._http_counts[name, str(path), group] += 1
-        self._http_times[name, str(path)].observe(seconds)
+        self._http_counts[name, path, group] = self._http_counts.get((name, path, group), 0.0) + 1
+        self._http_times.setdefault((name, path), Histogram(HTTP)).observe(seconds)
 
     def observe(self, event: str, facts: RequestFacts) -> None:
         """Take an event of AsyncEngine.observers."""

@@ -201,7 +201,8 @@ def _fit_blocks(
         if not resolved.max_model_len_is_auto or length < 2:
             taken = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
             left = f"{show_bytes(max(available, 0))} are left of {show_bytes(free_bytes)} after {taken}"
-            raise _too_small(resolved, left, per_block, per_request, num_blocks, length)
+            step = _fit_step(resolved, groups, num_blocks - 1, num_ahead)
+            raise _too_small(resolved, left, per_block, per_request, num_blocks, length, step)
         per_request = blocks_for_request(groups, length, max_new)
     return _Fitted(num_blocks, length, per_request, rule)
 
@@ -299,9 +300,28 @@ def _fit_length(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: in
     return low
 
 
+def _fit_step(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int, num_ahead: int) -> int:
+    """The largest max_num_batched_tokens with which `num_blocks` hold a request of max_model_len; 0: none does.
+
+    Steps of fewer tokens need fewer blocks of windows and of open chunks at once.
+    """
+
+    def fits(tokens: int) -> bool:
+        return blocks_for_request(groups, resolved.max_model_len, tokens + num_ahead) <= num_blocks
+
+    if not resolved.enable_chunked_prefill or not fits(resolved.max_num_seqs):
+        return 0
+    low, high = resolved.max_num_seqs, resolved.max_num_batched_tokens
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
 def _too_small(
-    resolved: Resolved, left: str, per_block: int, per_request: int, num_blocks: int, fits: int
+    resolved: Resolved, left: str, per_block: int, per_request: int, num_blocks: int, fits: int, step: int
 ) -> ConfigError:
+    """fits, step: the max_model_len, and the max_num_batched_tokens, that would do; 0: none."""
     needed = (per_request + 1) * per_block
     limit = (
         f"one request needs {per_request + 1} blocks ({show_bytes(needed)}), the cache would have {max(num_blocks, 0)} "
@@ -314,7 +334,9 @@ def _too_small(
     else:
         field, change = "max_model_len", "free some memory"
         if fits >= 2:
-            return ConfigError(field, resolved.max_model_len, limit, f"set --max-model-len to at most {fits}, or auto")
-    if fits >= 2:
+            change = f"set --max-model-len to at most {fits}, or auto"
+    if fits >= 2 and field != "max_model_len":
         change += f", or --max-model-len to at most {fits}"
+    if step:
+        change += f", or --max-num-batched-tokens to at most {step}"
     return ConfigError(field, getattr(resolved, field), limit, change)

@@ -68,6 +68,7 @@ def make_runner(
     block_sizes = [block_map.kernel_block_size for block_map in pool.block_maps]
     _LOG.info("attention backend %s: %s", attention_names(resolved), resolved.why.get("attention_backend", "chosen"))
     _LOG.info("cache layout %s, blocks of %d, kernel blocks of %s", plan.layout, plan.block_size, block_sizes)
+    _LOG.info("%s", plan.capacity())
     queue = make_queue(device)
     requests = RequestTable(limits, device=device, queue=queue)
     tables = BlockTables(

@@ -1,5 +1,5 @@
 """Octavo's sampling parameters, which have vLLM's names."""
 
-from octavo.request.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from octavo import RepetitionDetectionParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-__all__ = ["RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
+__all__ = ["RepetitionDetectionParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]

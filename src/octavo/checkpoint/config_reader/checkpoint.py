@@ -24,6 +24,7 @@ from octavo.checkpoint.config_reader.outside import read_outside
 from octavo.checkpoint.config_reader.rope import yarn_mscale
 
 _LOG = logging.getLogger(__name__)
+_OLD_ROPE = ("rope_theta", "rope_scaling")  # what `rope_parameters` hold
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -46,14 +47,21 @@ def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
     for name, value in overrides.items():
         if name == "text_config" and isinstance(text, Mapping) and isinstance(value, Mapping):
             found[name] = text = _overridden(text, value)
-        elif isinstance(text, Mapping) and name in text:
+        elif isinstance(text, Mapping) and (name in text or (name in _OLD_ROPE and "rope_parameters" in text)):
             found["text_config"] = text = _overridden(text, {name: value})
         else:
             found[name] = value
         rope = found.get("rope_parameters")
         if name == "rope_theta" and isinstance(rope, Mapping) and name in rope:  # the newer place of it
             found["rope_parameters"] = {**rope, name: value}
+        if name == "rope_scaling" and isinstance(rope, Mapping) and isinstance(value, Mapping) and _is_flat(rope):
+            found |= {"rope_parameters": {**rope, **value}, "rope_scaling": None}
     return found
+
+
+def _is_flat(rope: Mapping[str, Any]) -> bool:
+    """Whether `rope_parameters` are of all layers, not of one kind each."""
+    return not any(isinstance(each, Mapping) for each in rope.values())
 
 
 def arch_from_config(
@@ -79,11 +87,24 @@ def arch_from_config(
 
 def _read_listed(fields: Fields, family: Family) -> Arch:
     """The facts of a family of the table, by its own function where it has one."""
+    fields = as_its_class_reads(fields, family)
     if not family.read:
         return read_fields(fields, family)
     module, _, function = family.read.partition(":")
     arch: Arch = getattr(importlib.import_module(module), function)(fields, family)
     return arch
+
+
+def as_its_class_reads(fields: Fields, family: Family) -> Fields:
+    """A file's fields by their one name each, as transformers' class of the family keeps them."""
+    values = dict(fields.values)
+    for other, name in family.renamed.items():
+        if values.get(other) is not None:
+            values[name] = values.pop(other)
+    scaling = values.get("rope_scaling")
+    if scaling and isinstance(scaling, Mapping) and not family.full_scaling:  # it replaces the newer field
+        values |= {"rope_parameters": scaling, "rope_scaling": None}
+    return Fields({**values, **family.fixed}, fields.where)
 
 
 def read_fields(fields: Fields, family: Family) -> Arch:
@@ -193,7 +214,7 @@ def _attention_scale(fields: Fields, family: Family, head_size: int, latent: Lat
     if latent is None:
         return (fields.number("query_pre_attn_scalar", 1e-3, 1e6, 256) if family.gemma else head_size) ** -0.5
     scale = (latent.nope_size + latent.rope_size) ** -0.5
-    values = Fields({**fields.mapping("rope_parameters"), **fields.mapping("rope_scaling")}, fields.where)
+    values = Fields(fields.mapping("rope_parameters"), fields.where)
     if values.get("rope_type", values.get("type", "default")) == "default":
         return scale
     every = values.number("mscale_all_dim", 0, 1e3, 0.0, null=0.0)

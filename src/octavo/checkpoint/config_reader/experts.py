@@ -22,8 +22,7 @@ def read_experts(fields: Fields, family: Family, num_layers: int) -> tuple[Moe |
 
 def _mixtral_moe(fields: Fields) -> Moe:
     """Softmax, the best few normed: every MLP is one of its experts."""
-    name = "num_experts" if "num_experts" in fields.values else "num_local_experts"
-    num_experts = fields.integer(name, 1, 4096, 8)
+    num_experts = fields.integer("num_local_experts", 1, 4096, 8)
     return Moe(
         num_experts=num_experts,
         experts_per_token=fields.integer("num_experts_per_tok", 1, num_experts, 2),
@@ -65,8 +64,7 @@ def _deepseek_moe(fields: Fields, family: Family, num_layers: int) -> tuple[Moe 
 
 def _qwen_moe(fields: Fields, num_layers: int) -> tuple[Moe, frozenset[int]]:
     """(expert facts, the layers that have experts)."""
-    names = [name for name in ("num_experts", "num_local_experts") if name in fields.values]
-    num_experts = fields.integer(names[0] if names else "num_experts", 1, 4096)
+    num_experts = fields.integer("num_experts", 1, 4096)
     moe = Moe(
         num_experts=num_experts,
         experts_per_token=fields.integer("num_experts_per_tok", 1, num_experts, 8),

@@ -18,6 +18,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str = ""  # module:Class that runs it
     usual: Mapping[str, Any] = {}  # fields of config.json where a file has none
+    fixed: Mapping[str, Any] = {}  # fields that transformers' class overwrites, whatever a file says
+    renamed: Mapping[str, str] = {}  # other names of fields, whose values win: `attribute_map` of transformers' class
     # none | qkv: always on q, k and v | field: `attention_bias`, on all four | field-qkv: on three | fields: on three,
     # and `attention_out_bias` on the fourth
     bias: str = "none"
@@ -31,6 +33,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     gemma: bool = False  # scaled embeddings, query_pre_attn_scalar, two thetas, gelu
     theta: float = 1e4
     full_scaling: bool = False  # rope_scaling is for layers without a window
+    local_theta: str = "rope_theta"  # the field of theta for layers with a window; empty: `theta` always
     old_ropes: Mapping[str, str] = {}  # what older files call a rope_type
     interleaved: bool = False  # channel 2i turns with 2i + 1
     mlp_bias: bool = False  # reads the field of that name
@@ -49,6 +52,7 @@ _GEMMA3 = Family(
     gemma=True,
     theta=1e6,
     full_scaling=True,
+    local_theta="rope_local_base_freq",
     usual={"num_key_value_heads": 4},
 )
 _GLM = Family(
@@ -101,24 +105,30 @@ FAMILIES = {
     ),
     "Qwen3MoeForCausalLM": Family(
         model="octavo.models.qwen3_moe:Qwen3MoeForCausalLM", bias="field", qk_norm=True, sliding="all",
-        window_flag=True, moe="qwen", usual={"num_key_value_heads": 4},
+        window_flag=True, moe="qwen", usual={"num_key_value_heads": 4}, renamed={"num_local_experts": "num_experts"},
     ),
     "MixtralForCausalLM": Family(
         model="octavo.models.mixtral:MixtralForCausalLM", sliding="all", theta=1e6, moe="mixtral",
         usual={"num_key_value_heads": 8, "sliding_window": None, "rms_norm_eps": 1e-5},
+        renamed={"num_experts": "num_local_experts"},
     ),
-    "DeepseekV2ForCausalLM": Family(model=_DEEPSEEK, bias="field", latent=True, moe="deepseek2", mlp_bias=True),
-    "DeepseekV3ForCausalLM": Family(model=_DEEPSEEK, bias="field", latent=True, moe="deepseek3"),
+    "DeepseekV2ForCausalLM": Family(
+        model=_DEEPSEEK, bias="field", latent=True, moe="deepseek2", mlp_bias=True,
+        renamed={"num_experts": "n_routed_experts"},
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        model=_DEEPSEEK, bias="field", latent=True, moe="deepseek3", renamed={"num_local_experts": "n_routed_experts"},
+    ),
     "Olmo2ForCausalLM": Family(
         model="octavo.models.olmo3:Olmo3ForCausalLM", bias="field", usual={"rms_norm_eps": 1e-5},
     ),
     "Olmo3ForCausalLM": Family(
         model="octavo.models.olmo3:Olmo3ForCausalLM", bias="field", sliding="pattern", theta=5e5, full_scaling=True,
-        usual={"sliding_window_pattern": 4, "rms_norm_eps": 1e-5},
+        local_theta="", usual={"rms_norm_eps": 1e-5}, fixed={"sliding_window_pattern": 4},
     ),
     "Phi3ForCausalLM": Family(
         model="octavo.models.phi3:Phi3ForCausalLM", sliding="all", old_ropes={"yarn": "longrope"},
-        usual={"sliding_window": None, "rms_norm_eps": 1e-5},
+        usual={"sliding_window": None, "rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": _GLM,
@@ -172,19 +182,22 @@ FAMILIES = {
         model="octavo.models.hybrids.lfm3:Lfm3ForCausalLM", bias="field", qk_norm=True, sliding="pattern",
         head_size=128, theta=1e6, full_scaling=True, read="octavo.checkpoint.config_reader.hybrids:read_lfm3",
         usual={"num_key_value_heads": 4, "max_position_embeddings": 128_000, "sliding_window": 256},
+        renamed={"rms_norm_eps": "norm_eps"},
     ),
     "GraniteMoeHybridForCausalLM": Family(
         model="octavo.models.hybrids.granite:GraniteHybridForCausalLM", bias="field",
         read="octavo.checkpoint.config_reader.hybrids:read_granite_hybrid",
+        renamed={"layers_block_type": "layer_types"},
     ),
     "BambaForCausalLM": Family(
         model="octavo.models.hybrids.granite:GraniteHybridForCausalLM", bias="field", mlp_bias=True,
         read="octavo.checkpoint.config_reader.hybrids:read_bamba",
-        usual={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        usual={"num_key_value_heads": 8, "rms_norm_eps": 1e-5}, fixed={"partial_rotary_factor": 0.5},
     ),
     "NemotronHForCausalLM": Family(
         model="octavo.models.hybrids.nemotron_h:NemotronHForCausalLM", head_size=128, mlp_bias=True,
         read="octavo.checkpoint.config_reader.hybrids:read_nemotron_h", usual={"num_key_value_heads": 8},
+        renamed={"num_local_experts": "n_routed_experts"},
     ),
     "Mamba2ForCausalLM": Family(  # a Nemotron-H all of whose layers are Mamba-2's
         model="octavo.models.hybrids.nemotron_h:NemotronHForCausalLM",
@@ -200,6 +213,7 @@ FAMILIES = {
         model="octavo.models.hybrids.jamba:JambaForCausalLM",
         read="octavo.checkpoint.config_reader.hybrids:read_jamba",
         usual={"num_key_value_heads": 8, "max_position_embeddings": 262144},
+        renamed={"num_local_experts": "num_experts"},
     ),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,  # its text half

@@ -134,7 +134,9 @@ def read_lfm3(fields: Fields, family: Family) -> Arch:
     usual = ["conv", *(of_four[layer % 4] for layer in range(1, num_layers))]
     mixers = _mixers(fields, "layer_types", usual, _LFM3_MIXERS)
     seen = ["full_attention" if kind == "conv" else kind for kind in fields.get("layer_types", usual)]
-    eps = fields.number("norm_eps", 1e-12, 1.0, fields.number("rms_norm_eps", 1e-12, 1.0, 1e-5))
+    eps = fields.number("norm_eps", 1e-12, 1.0, 1e-5)
+    if fields.mapping("rope_scaling"):
+        fields.refuse("rope_scaling", fields.get("rope_scaling"), "each kind of layer has its own, in rope_parameters")
     own: dict[str, Any] = {"layer_types": seen, "rope_parameters": fields.mapping("rope_parameters") or _LFM3_ROPES}
     own |= {"rms_norm_eps": eps, "tie_word_embeddings": fields.flag("tie_word_embeddings", True), "hidden_act": "silu"}
     arch = read_fields(_plain(fields, **own), family)
@@ -156,15 +158,18 @@ def read_granite_hybrid(fields: Fields, family: Family) -> Arch:
     if fields.get("position_embedding_type") not in (None, "rope", "nope"):
         fields.refuse("position_embedding_type", fields.get("position_embedding_type"), "only rope and nope are known")
     turns = fields.get("position_embedding_type") == "rope"
-    shared = fields.integer("shared_intermediate_size", 1, _MAX_SIZE, 1024)
-    arch = read_granite(_plain(fields, intermediate_size=shared), family, null_scale=True)
     experts, moe = fields.integer("num_local_experts", 0, 4096, 8), None
+    shared = fields.integer("shared_intermediate_size", 0, _MAX_SIZE, 1024)
+    if not shared and not experts:
+        fields.refuse("shared_intermediate_size", shared, "layers without experts (num_local_experts=0) need an MLP")
+    size = shared or fields.get("intermediate_size", 11008)  # of no layer where nothing is shared
+    arch = read_granite(_plain(fields, intermediate_size=size), family, null_scale=True)
     if experts:
         moe = Moe(
             num_experts=experts,
             experts_per_token=fields.integer("num_experts_per_tok", 1, experts, 2),
             expert_size=fields.integer("intermediate_size", 1, _MAX_SIZE, 11008),
-            num_shared=1,
+            num_shared=1 if shared else 0,
             shared_size=shared,
         )
     mamba = _mamba2(fields, "mamba_proj_bias")
@@ -279,24 +284,23 @@ def read_jamba(fields: Fields, family: Family) -> Arch:
         eps=arch.norm_eps,
         step_rank=math.ceil(arch.hidden_size / 16) if rank == "auto" else fields.integer("mamba_dt_rank", 1, _MAX_SIZE),
     )
-    num_experts = fields.integer("num_experts", 1, 4096, 16)
-    moe = Moe(
-        num_experts=num_experts,
-        experts_per_token=fields.integer("num_experts_per_tok", 1, num_experts, min(2, num_experts)),
-        expert_size=arch.intermediate_size,
-        norm_topk_prob=False,
-    )
-    routed = frozenset(layer for layer in range(num_layers) if has_experts[layer]) if num_experts > 1 else frozenset()
+    num_experts, moe = fields.integer("num_experts", 1, 4096, 16), None
+    routed = frozenset(layer for layer in range(num_layers) if has_experts[layer] and num_experts > 1)
+    if routed:
+        moe = Moe(
+            num_experts=num_experts,
+            experts_per_token=fields.integer("num_experts_per_tok", 1, num_experts, 2),
+            expert_size=arch.intermediate_size,
+            norm_topk_prob=False,
+        )
     mixers = ["attention" if own else "mamba" for own in attends]
     layers = _layers(arch, mixers, still=True)
-    return dataclasses.replace(arch, mamba=mamba, moe=moe if routed else None, moe_layers=routed, layers=layers)
+    return dataclasses.replace(arch, mamba=mamba, moe=moe, moe_layers=routed, layers=layers)
 
 
 def read_bamba(fields: Fields, family: Family) -> Arch:
     """The facts of a Bamba: Mamba-2's layers, some of which attend instead with heads that turn by half."""
     fields = Fields({**family.usual, **fields.values}, fields.where)
-    share = fields.number("partial_rotary_factor", 1e-3, 1.0, 0.5, null=0.5)
-    fields = Fields({**fields.values, "partial_rotary_factor": share}, fields.where)
     num_layers = fields.integer("num_hidden_layers", 1, 1024)
     attending = fields.layers("attn_layer_indices", num_layers, [])
     _only_silu(fields)
@@ -381,7 +385,7 @@ def _step_limit(fields: Fields) -> tuple[float, float]:
 
 def _nemotron_kinds(fields: Fields) -> list[str]:
     """Of each layer: linear_attention, full_attention, mlp or moe."""
-    name = "layers_block_type" if fields.get("layers_block_type") is not None else "layer_types"
+    name = "layer_types" if fields.get("layer_types") is not None else "layers_block_type"
     kinds = fields.get(name)
     if kinds is None:
         return _kinds_of_letters(fields)

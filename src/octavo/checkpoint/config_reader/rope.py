@@ -85,8 +85,8 @@ def _values(fields: Fields, family: Family, is_sliding: bool) -> tuple[Fields, f
         values.update(fields.mapping("rope_scaling"))
     if fields.get("original_max_position_embeddings") is not None:
         values["original_max_position_embeddings"] = fields.get("original_max_position_embeddings")
-    local = family.gemma and is_sliding
-    name, usual = ("rope_local_base_freq", 1e4) if local else ("rope_theta", family.theta)
+    name = family.local_theta if is_sliding else "rope_theta"
+    usual = 1e4 if family.gemma and is_sliding else family.theta
     return Fields(values, fields.where), fields.values.get(name, usual)
 
 

@@ -118,3 +118,5 @@ class GraniteHybridForCausalLM(CausalLM):
         if arch.name == "BambaForCausalLM":
             weights = BAMBA_WEIGHT_MAP
         super().__init__(arch, dtype, specs, rotary.values(), layers, weights)
+        if arch.moe is not None and not arch.moe.num_shared:
+            self.ignored_weights = (*CausalLM.ignored_weights, f"{_SHARED}.*")  # files hold them, of no element

@@ -65,7 +65,7 @@ class Drafting:
         return msgspec.structs.asdict(self.stats)
 
     def repeats(self, num_rows: int) -> int:
-        """Steps to come in which nobody has drafts, if the same rows, so many, run."""
+        """Steps to come in which nobody has drafts and none are proposed, if the same rows, so many, run."""
         if not self.most:
             return 1 << 30
         return 0 if self._unsure else self.depth.num_paused(num_rows)
@@ -120,9 +120,13 @@ class Drafting:
             work.num_drafts = drafts
             self._rows.num_known[work.rows] += drafts
 
-    def announce(self, num_rows: int) -> int:
-        """The most drafts of a row in the next plan, where so many rows run: as many are proposed behind this one."""
-        self._ahead = self.depth.of_next(num_rows)
+    def announce(self, num_rows: int, *, has_room_ahead: bool) -> int:
+        """The most drafts of a row in the next plan, where so many rows run: as many are proposed behind this one.
+
+        has_room_ahead: whether rows have blocks for what a drafter writes behind this plan's tokens; else none are.
+        """
+        depth = self.depth.of_next(num_rows)
+        self._ahead = depth if has_room_ahead else 0
         return self._ahead
 
     def take_back_rejected(self, plan: StepPlan, result: StepResult, left: Mapping[int, Request]) -> None:

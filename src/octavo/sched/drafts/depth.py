@@ -30,12 +30,14 @@ class Depth:
         self._hits = np.zeros(limits.max_num_rows)
         self._tries = np.zeros(limits.max_num_rows)
         self._patience = np.zeros(limits.max_num_rows, np.int64)  # steps from one try to the next
+        self._is_trying = np.zeros(limits.max_num_rows, np.bool_)  # a row that has no drafts was given one
         self._step, self._resumes = 1, 0  # the step that is planned; until when nobody has drafts
         self.clear(np.arange(limits.max_num_rows))
 
     def clear(self, rows: IntArray | int) -> None:
         """Others run in `rows` from now on."""
         self._hits[rows], self._tries[rows], self._patience[rows] = _PRIOR_HITS, _PRIOR_TRIES, _PROBE
+        self._is_trying[rows] = False
         self._resumes = 0
 
     def of_batch(self, num_rows: int) -> int:
@@ -48,8 +50,8 @@ class Depth:
         return 0 if self._step < self._resumes else self.of_batch(num_rows)
 
     def num_paused(self, num_rows: int) -> int:
-        """How many steps behind the one that is planned have no drafts, if the same rows, so many, run."""
-        return max(self._resumes - self._step - 1, 0) if self.of_batch(num_rows) else 1 << 30
+        """How many steps behind the one that is planned have no drafts and propose none, if the same rows run."""
+        return max(self._resumes - self._step - 2, 0) if self.of_batch(num_rows) else 1 << 30
 
     def of_rows(self, rows: IntArray, most: int, num_rows: int) -> IntArray:
         """[N] drafts of each of `rows`, at most `most`, in the step that is planned, of `num_rows`."""
@@ -62,7 +64,7 @@ class Depth:
         waits = found == 0
         if waits.any():
             again = waits & (self._step % self._patience[rows] == 0)
-            self._patience[rows[again]] = np.minimum(2 * self._patience[rows[again]], _RAREST)
+            self._is_trying[rows[again]] = True
             found[again] = 1
             if len(rows) == num_rows and not found.any():
                 self._resumes = (self._step // _PROBE + 1) * _PROBE
@@ -70,9 +72,13 @@ class Depth:
 
     def learn(self, rows: IntArray, drafted: IntArray, accepted: IntArray) -> None:
         """Of each of `rows`, once each, so many drafts were verified and accepted. [N] all; drafted at least 1."""
-        right = rows[accepted > 0]
-        if len(right):
+        tried = self._is_trying[rows]
+        if tried.any():  # only now: a step's budget, or a mask that is late, may have taken the draft
+            wrong = rows[tried & (accepted == 0)]
+            self._patience[wrong] = np.minimum(2 * self._patience[wrong], _RAREST)
+            self._is_trying[wrong] = False
+            self.clear(rows[tried & (accepted > 0)])  # what it says now is something else
+        if accepted.any():
             self._resumes = 0
-            self.clear(right[self._patience[right] > _PROBE])  # it had given up: what it says now is something else
         self._hits[rows] = self._hits[rows] * _DECAY + accepted
         self._tries[rows] = self._tries[rows] * _DECAY + np.minimum(accepted + 1, drafted)

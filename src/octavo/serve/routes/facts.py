@@ -6,9 +6,12 @@ up; no key, no path of a key file and no address of another machine is told.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import octavo
+from octavo.config.speculative import BY_MODEL, read_speculative
 from octavo.serve.engine.refusals import EngineDeadError
 from octavo.serve.errors import bad_request, not_ready
 from octavo.serve.http.exchange import Exchange
@@ -58,8 +61,18 @@ def _vllm_config(state: ServeState) -> dict[str, Any]:
             "block_size": info.block_size if info else None, "num_gpu_blocks": info.num_blocks if info else None,
             "enable_prefix_caching": info.enable_prefix_caching if info else None,
         },
+        "speculative_config": _speculative(config.speculative_config),
         "device_config": {"device": info.device if info else None},
     }  # fmt: skip
+
+
+def _speculative(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """All that is set of drafts, but a method's own options; None: there are none. A checkpoint may say the method."""
+    speculative = read_speculative(given or {})
+    if not speculative.num_speculative_tokens:
+        return None
+    said = {name: value for name, value in dataclasses.asdict(speculative).items() if name != "options"}
+    return said | {"method": None if speculative.method == BY_MODEL else speculative.method}
 
 
 def _sglang_info(state: ServeState) -> dict[str, Any]:
