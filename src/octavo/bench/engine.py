@@ -191,9 +191,7 @@ def _config(text: str) -> dict[str, Any]:
 
 def _add_drafts(parser: Parser) -> None:
     parser.add_argument("--oracle", type=float, metavar="P", help="drafts beside none: each the true token in P of all")
-    parser.add_argument(
-        "--drafts", type=_config, metavar="JSON", help="a speculative_config beside none, or its cost"
-    )
+    parser.add_argument("--drafts", type=_config, metavar="JSON", help="a speculative_config beside none, or its cost")
     parser.add_argument("--num-drafts", type=int, metavar="N", help="of an oracle, or of --drafts (default: 4)")
     parser.add_argument("--rows", type=_counts, metavar="N,N", help="that the workload of this name sweeps")
     parser.add_argument("--fixed-depth", action="store_true", help="as many drafts in every row of every step")
