@@ -175,6 +175,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         (0, 1), np.int64
     )  # [S, W], of which num_sampled[i] of line i count; W = 1 without drafts
     num_sampled: IntArray = NO_INTS  # [S], accepted drafts and one more; 0: the row was held, computes its token again
+    held: IntArray = NO_INTS  # [any] with drafts, rows whose run a late mask ended: it has no one more, the rest waits
     logprobs: dict[int, list[TokenLogprobs]] = {}  # row -> one entry per token of the row
     prompt_logprobs: dict[int, PromptLogprobs] = {}  # row -> those of consecutive prompt positions
     supports: dict[int, list[bytes]] = {}  # row -> of each token the ids that could be drawn, int32; empty: all

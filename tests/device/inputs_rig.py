@@ -132,6 +132,7 @@ def check_commit_drafts(device: str) -> None:
         ([5, 6, 7], [5, 6, 7, 8], [0, 0, 2, 0], 3),  # what fails is never accepted
         ([5, 6, 7], [5, 6, 7, 8], [0, _HELD, 0, 0], 1),
         ([5, 6, 7], [5, 6, 7, 8], [_HELD, 0, 0, 0], 0),
+        ([5, 6, 7], [9, 6, 7, 8], [0, _HELD, _HELD, 2], 1),  # rejected before it might have been held
         ([5], [5, 8], [0, 0], 2),
         ([], [8], [0], 1),
         ([], [8], [_HELD], 0),
@@ -164,7 +165,10 @@ def _commit_one(world: World, gather: Any, commit: Any, cases: list[Any], counts
     for entry, (drafts, tokens, codes, count) in enumerate(cases):
         row, packed = rows[entry], world.step.results[0, entry].tolist()
         assert [word & 0xFFFFFFFF for word in packed[: len(tokens)]] == tokens
-        assert [word >> 32 for word in packed[: len(tokens)]] == codes
+        pairs = zip(drafts, tokens, codes, strict=False)
+        last = next((at for at, (draft, token, code) in enumerate(pairs) if draft != token or code), len(drafts))
+        told = [code if at <= last else 0 for at, code in enumerate(codes)]
+        assert [word >> 32 for word in packed[: len(tokens)]] == told
         assert world.step.counts[0, entry] == count, (drafts, tokens, codes)
         assert table.total_len[row] == before[row] + count
         assert table.num_computed[row] == before[row] - 1 + count

@@ -12,6 +12,7 @@ from octavo import LLM
 from octavo.bench import engine as bench
 from octavo.bench import gpu_engine, speculation
 from octavo.cli.main import main
+from octavo.config.settings import ConfigError
 
 COUNTS = [1, 3, 2]
 ORACLE = speculation.Drafts(num_drafts=2, probability=1.0, config={}, adapts=False)
@@ -66,6 +67,19 @@ def test_tokens_that_differ_are_an_error() -> None:
         list(speculation.compare(lambda **fields: engines(seed=len(engines.made), **fields), short, ORACLE))
 
 
+@pytest.mark.parametrize(
+    ("count", "probability", "method"), [(17, 1.0, ""), (2, None, "ngrm"), (2, 1.0, "ngrm")], ids=str
+)
+def test_drafts_that_an_engine_refuses_are_refused_before_one_without_them_runs(
+    count: int, probability: float | None, method: str
+) -> None:
+    engines, works = Engines(), [gpu_engine.sweep(4096, [1])]
+    config = {"method": method, "num_speculative_tokens": count} if method else {}
+    with pytest.raises(ConfigError, match=r"must be a whole number from 1 to 16|did you mean ngram\?"):
+        speculation.run(engines, "tiny", works, speculation.Drafts(count, probability, config, adapts=True), {})
+    assert not engines.made
+
+
 def test_workloads_of_a_group_of_one_name_no_least(capsys: pytest.CaptureFixture[str]) -> None:
     short = gpu_engine.Workload([[1] * 16], [4], 0.0)
     speculation.run(Engines(), "tiny", [{"one": short}, {"two": short}], ORACLE, {"shape": "tiny"})
@@ -78,8 +92,13 @@ def test_workloads_of_a_group_of_one_name_no_least(capsys: pytest.CaptureFixture
         (["--workload", "latency", "--oracle", "0.8"], "latency does not run with --oracle or --drafts: known are"),
         (["--workload", "rows"], "rows does not run on cpu without --oracle or --drafts: known are throughput"),
         (["--workload", "rows", "--oracle", "1.2"], "--oracle 1.2: a probability is from 0 to 1"),
-        (["--workload", "rows", "--oracle", "1", "--rows", "4,513"], "4,513: numbers from 1 to 512"),
-        (["--workload", "rows", "--oracle", "1", "--rows", "4,x"], "4,x: numbers from 1 to 512"),
+        (["--workload", "rows", "--oracle", "1", "--rows", "4,513"], "--rows: '4,513': numbers from 1 to 512"),
+        (["--workload", "rows", "--oracle", "1", "--rows", "4,x"], "--rows: '4,x': numbers from 1 to 512"),
+        (["--workload", "rows", "--oracle", "1", "--rows", "4,\u0663"], "numbers from 1 to 512"),
+        (["--workload", "rows", "--oracle", "1", "--rows", "4," + 5000 * "9"], "numbers from 1 to 512"),
+        (["--workload", "rows", "--oracle", "1", "--rows", "4,1,04"], "--rows: '4,1,04': 4 is there more than once"),
+        (["--workload", "single", "--oracle", "1", "--rows", "4"], "--rows is of --workload rows alone, and this is"),
+        (["--rows", "4"], "--rows is of --workload rows alone, and this is all"),
         (
             ["--workload", "none", "--drafts", '{"method": "ngram", "num_speculative_tokens": 4}', "--num-drafts", "3"],
             "--num-drafts 3: --drafts says num_speculative_tokens=4",
@@ -93,6 +112,13 @@ def test_what_does_not_run_is_refused_for_its_true_reason(
 ) -> None:
     assert main(["bench", "engine", "--device", "cpu", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[1]", "5", '"x"', "[]", "{bad", "null", "{}", "", "[" * 100_000], ids=range(9))
+def test_drafts_that_are_no_object_are_refused_by_name(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "engine", "--device", "cpu", "--workload", "single", "--drafts", text]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--drafts: " in line and ": a JSON object of its keys is needed, as {" in line and len(line) < 250
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,37 @@ def test_an_unknown_axis_is_refused_before_anything_runs() -> None:
         reproducibility.main(["--axis", "preemptoin"])
 
 
+@pytest.mark.parametrize(
+    ("model", "chosen", "said"),
+    [
+        (
+            "octavo-tiny",
+            ["order", "A, B, A"],
+            "'A, B, A': a model without states has no such axis on cpu; it has restart",
+        ),
+        ("octavo-tiny", ["graph or eager"], "'graph or eager': a model without states has no such axis on cpu; it has"),
+        ("octavo-tiny-hybrid", ["odd kernel block"], "'odd kernel block': a model with states has no such axis on cpu"),
+    ],
+)
+def test_an_axis_that_the_model_does_not_have_is_refused_before_the_reference_runs(
+    model: str, chosen: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was left out without a word, and where it was the only one the verdict was bad for no reason that was told."""
+    monkeypatch.setattr(Run, "answers", lambda *_, **__: pytest.fail("it runs"))
+    bench = Bench(None, {"model": model, "device": "cpu", "dtype": "float32"}, 64, 0)
+    for ask in (lambda: list(bench.results([], chosen)), lambda: bench.reference(chosen)):
+        with pytest.raises(UsageError, match=f"^--axis {said}") as caught:
+            ask()
+        assert "; order; " in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["--tokens", "--times"])
+@pytest.mark.parametrize("value", ["0", "-5", "1e3", "many", "\u0663", "", "9" * 30])
+def test_how_many_is_a_whole_number_that_can_be(flag: str, value: str) -> None:
+    with pytest.raises(UsageError, match=rf"{flag}: '.*': a whole number from 1 to 1000*000 is needed"):
+        reproducibility.main(["--axis", "order", f"{flag}={value}"])
+
+
 def test_a_comparison_ends_where_tokens_part() -> None:
     difference = Difference()
     difference.add(Answer([1, 2, 3], [-0.0, 1.0, 1.0], [5, 6, 7]), Answer([1, 4, 3], [0.0, 1.0, 2.0], [5, 6, 8]))

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from octavo.plan import StepLimits
+from octavo.plan import StepLimits, StepResult
 from octavo.request.request import RequestRows
 from octavo.sched.drafts import Drafting
 from octavo.sched.drafts.depth import Depth
@@ -125,7 +125,7 @@ def test_a_drafter_whose_drafts_are_hardly_ever_right_is_told_once(
     limits = StepLimits(max_num_drafts=4, num_lookahead=lookahead, **sizes)
     drafting = Drafting(limits, cast(Any, None), RequestRows(8, 5), cheap_tokens=0)
     plan: Any = SimpleNamespace(rows=ROWS, num_drafts=np.array([4, 4]))
-    result: Any = SimpleNamespace(rows=ROWS, num_sampled=np.array([1 + num_accepted, 1]))
+    result = StepResult(step=0, rows=ROWS, num_sampled=np.array([1 + num_accepted, 1]))
     with caplog.at_level(logging.WARNING, "octavo"):
         for _ in range(15):
             drafting.take_back_rejected(plan, result, {})
@@ -134,3 +134,19 @@ def test_a_drafter_whose_drafts_are_hardly_ever_right_is_told_once(
             drafting.take_back_rejected(plan, result, {})
     said = [line for line in caplog.messages if "0 of the first 128 drafts were accepted" in line]
     assert len(said) == len(caplog.messages) == is_said
+
+
+def test_drafts_behind_a_late_mask_are_neither_counted_nor_learned() -> None:
+    """Two rows of 4 drafts: one was held behind two right ones, the other at once; a third rejects its second."""
+    rows = np.array([0, 1, 2])
+    limits = StepLimits(max_num_rows=8, max_num_tokens=64, max_model_len=64, max_num_drafts=4)
+    drafting = Drafting(limits, cast(Any, None), RequestRows(8, 5), cheap_tokens=40)
+    plan: Any = SimpleNamespace(rows=rows, num_drafts=np.array([4, 4, 4]))
+    result = StepResult(step=0, rows=rows, num_sampled=np.array([2, 0, 2]), held=rows[:2])
+    for _ in range(40):
+        drafting.take_back_rejected(plan, result, {})
+    stats = drafting.stats
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (80, 40 * (2 + 4), 40 * (2 + 1))
+    assert stats.accepted_per_position == [80, 40, 0, 0]
+    right, unknown, half = drafting.depth.of_rows(rows, 4, 8).tolist()
+    assert right == unknown == 4 > half, "who was held is as good as new, or as its right drafts say"

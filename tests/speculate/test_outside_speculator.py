@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from octavo import LLM, SamplingParams
+from octavo.config.settings import ConfigError
+from octavo.frontend.metrics import Vector
 from octavo.speculate import NoSpeculator
 from octavo.speculate.step import DraftStep
 
@@ -100,6 +102,61 @@ def test_whatever_a_speculator_writes_by_itself_outputs_are_as_ever(
     monkeypatch.setattr(Direct, "draft", draft)
     own = {"method": f"{__name__}:Direct", "num_speculative_tokens": 4, "adaptive_depth": False}
     assert answers(speculative_config=own)[0] == plain
+
+
+class Own(NoSpeculator):
+    """Its number of drafts is an option, and another one once it was loaded; they are the last token again."""
+
+    def __init__(self, config: Any) -> None:
+        self._later = config.options.get("later")
+        if "k" in config.options:
+            self.num_drafts = config.options["k"]
+
+    def load(self, target: Any, resolved: Any) -> int:
+        self.num_drafts = self.num_drafts if self._later is None else self._later
+        return 0
+
+    def propose(self, step: DraftStep) -> None:
+        last = step.table.token_ids[step.batch.rows, (step.totals() - 1).clamp(min=0)]
+        for place in range(step.num_drafts):
+            step.write(place, last)
+
+
+def _own(**options: Any) -> dict[str, Any]:
+    return {"method": f"{__name__}:Own", "num_speculative_tokens": 3, "options": options, "adaptive_depth": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "shown", "change"),
+    [
+        ({}, "0", "set it"),
+        ({"k": 4}, "4", "raise num_speculative_tokens, or set it"),
+        ({"k": 300}, "300", "set it"),
+        ({"k": -1}, "-1", "set it"),
+        ({"k": True}, "True", "set it"),
+        ({"k": 2.0}, "2.0", "set it"),
+        ({"k": "2"}, "'2'", "set it"),
+        ({"k": 2, "later": 4}, "4", "raise num_speculative_tokens, or set it"),
+    ],
+    ids=str,
+)
+def test_a_number_of_drafts_that_is_none_is_refused_at_the_start(options: Any, shown: str, change: str) -> None:
+    """More than the setting says, or than anything has room for, ended in the device's errors, or in no drafts."""
+    said = f"speculative_config='{__name__}:Own': its num_drafts is {shown}, and must be a whole number from 1 to "
+    said += f"num_speculative_tokens=3; {change} in the class"
+    with pytest.raises(ConfigError) as caught:
+        LLM(dtype="float32", speculative_config=_own(**options)).close()
+    assert str(caught.value) == said
+
+
+def test_a_speculator_may_have_fewer_drafts_than_are_asked_for() -> None:
+    plain, _ = answers()
+    with LLM(dtype="float32", speculative_config=_own(k=2)) as llm:
+        assert llm.engine.scheduler.drafting.most == 2
+        (places,) = [metric for metric in llm.get_metrics() if isinstance(metric, Vector)]
+        assert len(places.values) == 2
+    found, accepted = answers(speculative_config=_own(k=2))
+    assert found == plain and accepted > 0
 
 
 @pytest.mark.parametrize("then", WRONG, ids=str)

@@ -37,6 +37,7 @@ def test_the_last_token_that_counts_tells_whether_the_row_failed(
     for line, own, num in zip(result.tokens.tolist(), entries, result.num_sampled.tolist(), strict=True):
         assert line[:num] == [10 * (own + 1) + 1, 10 * (own + 1) + 2, 10 * (own + 1) + 3][:num]
     assert result.failed == ({5: FAILURES[reason]} if failed else {})
+    assert result.held.tolist() == [5] * (reason == HELD), "the one that a mask held, before it might have failed"
 
 
 def test_results_hold_when_the_device_writes_the_next_step() -> None:

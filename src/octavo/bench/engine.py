@@ -11,6 +11,7 @@ import contextlib
 import json
 import platform
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 from octavo.bench import gpu_engine, speculation
 from octavo.bench.shapes import SHAPES, layers_of
 from octavo.cli.flags import Parser
+from octavo.config.quoted import quoted
 from octavo.llm import LLM
 from octavo.request.sampling_params import SamplingParams
 from octavo.startup import probe
@@ -164,22 +166,34 @@ def _limit(name: str, row: dict[str, float], limits: dict[str, float], *, in_pai
 
 
 def _counts(text: str) -> list[int]:
-    """Numbers of rows, with commas. Raises ArgumentTypeError."""
-    parts = text.split(",")
-    if not all(part.isdecimal() and 0 < int(part) <= gpu_engine.MAX_NUM_SEQS for part in parts):
-        raise argparse.ArgumentTypeError(f"{text}: numbers from 1 to {gpu_engine.MAX_NUM_SEQS} are needed, with commas")
-    return [int(part) for part in parts]
+    """Numbers of rows, with commas, each once. Raises ArgumentTypeError."""
+    parts, most = text.split(","), gpu_engine.MAX_NUM_SEQS
+    if not all(re.fullmatch(r"[0-9]{1,9}", part) and 0 < int(part) <= most for part in parts):
+        raise argparse.ArgumentTypeError(f"{quoted(text)}: numbers from 1 to {most} are needed, with commas")
+    counts = [int(part) for part in parts]
+    twice = next((count for count in counts if counts.count(count) > 1), None)
+    if twice is not None:
+        raise argparse.ArgumentTypeError(f"{quoted(text)}: {twice} is there more than once")
+    return counts
+
+
+def _config(text: str) -> dict[str, Any]:
+    """A speculative_config in JSON. Raises ArgumentTypeError."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not found:
+        example = '{"method": "ngram"}'
+        raise argparse.ArgumentTypeError(f"{quoted(text)}: a JSON object of its keys is needed, as {example}")
+    return found
 
 
 def _add_drafts(parser: Parser) -> None:
     parser.add_argument("--oracle", type=float, metavar="P", help="drafts beside none: each the true token in P of all")
-    parser.add_argument(
-        "--drafts", type=json.loads, metavar="JSON", help="a speculative_config beside none, or its cost"
-    )
+    parser.add_argument("--drafts", type=_config, metavar="JSON", help="a speculative_config beside none, or its cost")
     parser.add_argument("--num-drafts", type=int, metavar="N", help="of an oracle, or of --drafts (default: 4)")
-    parser.add_argument(
-        "--rows", type=_counts, default=gpu_engine.ROWS, metavar="N,N", help="that the workload of this name sweeps"
-    )
+    parser.add_argument("--rows", type=_counts, metavar="N,N", help="that the workload of this name sweeps")
     parser.add_argument("--fixed-depth", action="store_true", help="as many drafts in every row of every step")
 
 
@@ -274,10 +288,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     fields |= {name: value for name, value in given.items() if value}
     drafts = _drafts(parser, arguments)
     names = _names(parser, arguments.workload, fields["device"], with_drafts=drafts is not None)
+    if arguments.rows and names != [gpu_engine.SWEEP]:
+        parser.error(f"--rows is of --workload {gpu_engine.SWEEP} alone, and this is {arguments.workload}")
     run = _subject(parser, arguments, fields)
     document = {"model" if arguments.model else "shape": run.shape, **fields}
     if drafts:
-        groups = _groups(names, run.facts["vocab_size"], arguments.rows)
+        groups = _groups(names, run.facts["vocab_size"], arguments.rows or gpu_engine.ROWS)
         return speculation.run(run.engine, run.shape, groups, drafts, document, profile=arguments.profile and on_gpu)
     if on_gpu:
         return gpu_engine.report(run, names, document, profile=arguments.profile, timeline=arguments.timeline)

@@ -9,11 +9,13 @@ differs.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import functools
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -58,6 +60,7 @@ from octavo.bench.shapes import SHAPES
 from octavo.bench.speculation import Drafts
 from octavo.cli.flags import Parser, UsageError
 from octavo.config.engine_config import DEFAULT_BLOCK_SIZE
+from octavo.config.quoted import quoted
 from octavo.config.settings import ConfigError, did_you_mean
 from octavo.llm import LLM
 
@@ -65,6 +68,8 @@ NUM_TOKENS = 20_000  # of each axis
 _TOKENS_HELP = (
     f"output tokens compared per axis, at least (default: {NUM_TOKENS}, which take a CPU minutes; 500 show what runs)"
 )
+_TIMES_HELP = "of the axis `A, B, A`, at least (default: each request)"
+_MOST_TOKENS, _MOST_TIMES = 10_000_000, 1_000_000  # all requests are made at once
 _TOLD_SECONDS = 5.0  # between lines about what runs
 NUM_CONTROL = 64  # requests that suffice to show a difference
 _HOST_REQUESTS = 4  # of MAX_LEN tokens, that host memory holds at least
@@ -271,17 +276,31 @@ class Bench:
         elif len(plan.groups) > 1:
             self._sizes["times"] = max(1.0, plan.blocks_per_request * plan.block_size / MAX_LEN)
 
-    def reference(self) -> list[Answer]:
-        """All requests at once."""
+    def reference(self, chosen: Sequence[str] = ()) -> list[Answer]:
+        """All requests at once. Raises UsageError for a chosen axis that the model does not have, before they run."""
         self._narrator.begin("reference")
         with self.run() as run:
+            self._check_axes(chosen)
             return run.answers(self._jobs)
 
+    def _check_axes(self, chosen: Sequence[str]) -> None:
+        """Of the model that is loaded, on its device."""
+        own = ["restart", *(axis.name for axis in make_axes(self.device, self._jobs, random.Random(), **self._sizes))]
+        for name in chosen:
+            if name not in own:
+                kind = "with states" if "state_blocks" in self._sizes else "without states"
+                limit = f"a model {kind} has no such axis on {self.device}; it has {'; '.join(own)}"
+                raise UsageError(f"--axis {quoted(name)}: {limit}")
+
     def results(self, restarted: list[Answer], chosen: Sequence[str]) -> Iterator[tuple[str, Difference, str]]:
-        """Per axis its name, what differs, and a remark. `restarted`: what another process was given."""
+        """Per axis its name, what differs, and a remark. `restarted`: what another process was given.
+
+        Raises UsageError for a chosen axis that the model does not have, before anything else runs.
+        """
         with contextlib.ExitStack() as folders, contextlib.ExitStack() as stack:
             self._narrator.begin("reference")
             run = stack.enter_context(self.run())
+            self._check_axes(chosen)
             expected = run.answers(self._jobs)
             if restarted:
                 yield "restart", _compare(expected, restarted), "another process"
@@ -358,8 +377,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quantization", choices=["int8"])
     parser.add_argument("--attention-backend")
     parser.add_argument("--kv-cache-memory-bytes", help="as `octavo serve` has it, for several of these on one GPU")
-    parser.add_argument("--tokens", type=int, default=NUM_TOKENS, help=_TOKENS_HELP)
-    parser.add_argument("--times", type=int, default=0, help="of the axis `A, B, A`, at least (default: each request)")
+    parser.add_argument("--tokens", type=_whole(_MOST_TOKENS), default=NUM_TOKENS, metavar="N", help=_TOKENS_HELP)
+    parser.add_argument("--times", type=_whole(_MOST_TIMES), default=0, metavar="N", help=_TIMES_HELP)
     parser.add_argument("--seed", type=int, default=0, help="draws the requests and the circumstances")
     parser.add_argument("--axis", action="append", default=[], help="only this one; may be repeated")
     parser.add_argument("--write", metavar="PATH", help="write the answers of the reference, and do no more")
@@ -378,7 +397,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = {name: options[name] for name in names if options[name] is not None}
     bench = Bench(options["shape"], settings, options["tokens"], options["seed"], options["times"], started)
     if options["write"]:
-        Path(options["write"]).write_bytes(msgspec.msgpack.encode(bench.reference()))
+        Path(options["write"]).write_bytes(msgspec.msgpack.encode(bench.reference(options["axis"])))
         return 0
     chosen = options["axis"]
     restarted = _in_another_process(given) if not chosen or "restart" in chosen else []
@@ -394,6 +413,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     document = {"shape": options["shape"], **settings, "device": bench.device, "seed": options["seed"], "axes": rows}
     print(json.dumps(document | {"good": good and control.any}))
     return 0 if good and control.any else 1
+
+
+def _whole(most: int) -> Callable[[str], int]:
+    """A flag's reader, which raises ArgumentTypeError."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{quoted(text)}: a whole number from 1 to {most} is needed")
+        return int(text)
+
+    return read
 
 
 def _check_axes(parser: Parser, chosen: Sequence[str]) -> None:

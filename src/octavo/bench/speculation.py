@@ -16,6 +16,7 @@ from typing import Any
 
 from octavo.bench import gpu_profile
 from octavo.bench.gpu_engine import Workload
+from octavo.config.speculative import read_speculative
 from octavo.llm import LLM
 from octavo.request.sampling_params import SamplingParams
 
@@ -177,8 +178,11 @@ def run(
 ) -> int:
     """Compare each, those of a group on the same two engines; print a line each, then one JSON document.
 
-    Behind a group of several a line says where drafts gained least. profile: see `compare`.
+    Behind a group of several a line says where drafts gained least. profile: see `compare`. Raises ConfigError for
+    settings of drafts that an engine refuses, before one without them runs.
     """
+    for given in (drafts.settings(Path()), drafts.config):
+        read_speculative(given)
     rows: dict[str, dict[str, float]] = {}
     for works in groups:
         for name, row in compare(engine, works, drafts, profile=profile):

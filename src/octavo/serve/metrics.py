@@ -2,8 +2,8 @@
 
 Owns the values behind `metric_families` and the HTTP families. Fed by the front end's event loop alone, so nothing is
 locked; knows neither sockets nor the engine's process. Invariants: no global registry; the set of series is fixed when
-it is built (and once more when the engine tells its cache), but for those of HTTP: of the routes that there are, those
-that were asked for; counters never go back, also when the engine restarts.
+it is built (and once more when the engine tells its cache, and how many drafts its speculator has), but for those of
+HTTP: of the routes that there are, those that were asked for; counters never go back, also when the engine restarts.
 """
 
 from __future__ import annotations
@@ -170,6 +170,8 @@ class ServerMetrics(Collector):
             for backend in values[name]:
                 values[name][backend] += self._grown(source + backend, stats.get(source + backend, 0.0))
         accepted = values[ACCEPTED_PER_PLACE]
+        if told := {place: count for place, count in accepted.items() if f"num_accepted_at_{place}" in stats}:
+            values[ACCEPTED_PER_PLACE] = accepted = told  # a speculator may have fewer drafts than was asked for
         for place in accepted:
             accepted[place] += self._grown(f"accepted_at_{place}", stats.get(f"num_accepted_at_{place}", 0.0))
         outcomes = values["weight_update_requests"]

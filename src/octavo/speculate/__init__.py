@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.cache.specs import LayerSpec
+from octavo.config.quoted import quoted
 from octavo.config.settings import ConfigError
-from octavo.config.speculative import BY_MODEL, FIELD, SpeculativeConfig
+from octavo.config.speculative import BY_MODEL, FIELD, MAX_DRAFTS, SpeculativeConfig
 from octavo.registry import Registry
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Speculator(Protocol):
     """
 
     num_drafts: int
-    """K: the most drafts that a row verifies in one step. It does not change."""
+    """K: the most drafts that a row verifies in one step, from 1 to num_speculative_tokens. It does not change."""
     taps: Sequence[int]
     """Which of the target's hidden states it reads, of all tokens of a step: i is what enters layer i, the number of
     layers is what `Model.forward` gives, behind the last norm. Empty: none. Final once `load` was called."""
@@ -124,7 +125,7 @@ def with_method(config: SpeculativeConfig) -> SpeculativeConfig:
 
 
 def make_speculator(config: SpeculativeConfig) -> Speculator:
-    """Who proposes by these settings. Raises ConfigError for a method that is not known or does not load."""
+    """Who proposes by these settings. Raises ConfigError for a method that is not known, does not load or has no K."""
     if not config.method:
         return NO_SPECULATOR
     config = with_method(config)
@@ -138,11 +139,22 @@ def make_speculator(config: SpeculativeConfig) -> Speculator:
         raise _refuse(config.method, f"is no speculator: {said} (see docs/speculation.md)")
     try:
         made: Speculator = found(config)
+        check_num_drafts(made, config)
     except ValueError:  # its own words
         raise
     except Exception as error:
         raise _refuse(config.method, f"cannot be made: {type(error).__name__}: {error}") from error
     return made
+
+
+def check_num_drafts(speculator: Speculator, config: SpeculativeConfig) -> None:
+    """Raises ConfigError for a K that is no whole number from 1 to what the settings ask for; nobody has none."""
+    asked, count = config.num_speculative_tokens, getattr(speculator, "num_drafts", None)
+    if not config.method or (type(count) is int and 1 <= count <= asked):
+        return
+    limit = f"its num_drafts is {quoted(count)}, and must be a whole number from 1 to num_speculative_tokens={asked}"
+    fits = type(count) is int and asked < count <= MAX_DRAFTS
+    raise ConfigError(FIELD, config.method, limit, f"{'raise num_speculative_tokens, or ' * fits}set it in the class")
 
 
 def build_drafts(speculator: Speculator, target: Model, resolved: Resolved) -> int | None:

@@ -120,13 +120,13 @@ class PendingStep:
         """Wait for the step and give its result; raises what the device raises."""
         if self._event is not None:
             self._event.synchronize()
-        rows = self._rows
+        rows, held = self._rows, NO_INTS
         if self._runs is NO_RUNS:
             packed: IntArray = self._packed.numpy()[:, :1]
             reasons: IntArray = packed[:, 0] >> _TOKEN_BITS
             num_sampled: IntArray = (reasons != HELD).astype(np.int64)
         else:
-            packed, num_sampled, reasons = self._take_runs()
+            packed, num_sampled, reasons, held = self._take_runs()
         said = [(int(rows[place]), int(reasons[place])) for place in reasons.nonzero()[0]]
         failed = {row: FAILURES[reason] for row, reason in said if reason != HELD}
         tokens = packed & _TOKEN_MASK
@@ -144,6 +144,7 @@ class PendingStep:
             rows=rows,
             tokens=tokens,
             num_sampled=num_sampled,
+            held=held,
             logprobs=logprobs,
             prompt_logprobs={row: to_prompt_logprobs(parts) for row, parts in self._prompt_logprobs.items()},
             supports=supports,
@@ -151,8 +152,11 @@ class PendingStep:
             failed=failed,
         )
 
-    def _take_runs(self) -> tuple[IntArray, IntArray, IntArray]:
-        """[S, W] what was drawn, [S] how many of a line count, and why the last of those failed; empty: none did."""
+    def _take_runs(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """[S, W] what was drawn, [S] how many of a line count, why the last of those failed, and rows that were held.
+
+        The last two are empty where nothing failed.
+        """
         packed, num_sampled = self._packed.numpy(), self._runs.counts.numpy()
         entries = self._runs.entries
         if len(entries) == len(packed):  # all rows
@@ -160,9 +164,11 @@ class PendingStep:
         else:
             packed, num_sampled = packed[entries], num_sampled[entries]
         if packed.max(initial=0) <= _TOKEN_MASK:
-            return packed, num_sampled, NO_INTS
-        last = packed[np.arange(len(packed)), num_sampled.clip(min=1) - 1]  # before it nothing failed
-        return packed, num_sampled, last >> _TOKEN_BITS
+            return packed, num_sampled, NO_INTS, NO_INTS
+        lines = np.arange(len(packed))
+        last = packed[lines, num_sampled.clip(min=1) - 1]  # before it nothing failed
+        behind = packed[lines, num_sampled.clip(max=packed.shape[1] - 1)] >> _TOKEN_BITS
+        return packed, num_sampled, last >> _TOKEN_BITS, self._rows[behind == HELD]
 
     def _by_row(self, found: Mapping[int, _Told], num_sampled: IntArray) -> dict[int, list[_Told]]:
         """What is told of samples, by row, of the tokens that count."""

@@ -130,6 +130,7 @@ def commit_drafts(
     num_drafts: [R] int32; an entry's samples are its `1 + num_drafts` from sample_of on. A draft is accepted where it,
     and each before it, equals the token drawn in its place and nothing failed there; the token drawn behind the
     accepted ones counts too, unless its failure is `held`. Of the step's queries the row has computed those that count.
+    Results say failures up to that token alone: one that is `held` behind those that count is what ended the run.
     """
     if sampled.device.type == "cuda":
         from octavo.ops.inputs.gpu import commit_runs
@@ -165,7 +166,7 @@ def commit_drafts_eager(
     lines = np.arange(len(entry))
     count = accepted + (reason[lines, accepted] != held)
     turn = step.turn.numpy()[0]
-    step.results.numpy()[turn, entry] = token | reason << 32
+    step.results.numpy()[turn, entry] = token | reason * (place <= accepted[:, None]) << 32
     step.counts.numpy()[turn, entry] = count
     table.num_computed.numpy()[row] = length[entry] - (1 + most - count)
     totals[row] = total + count

@@ -177,9 +177,10 @@ def _commit_runs(
     sample, used = first[:, None] + tl.minimum(place, drafts[:, None]), samples[:, None] & (place < WIDTH)
     token = tl.load(sampled + sample, mask=used, other=0)
     reason = tl.load(failed + sample, mask=used, other=0).to(tl.int64)
-    tl.store(results + line[:, None] * WIDTH + place, token | (reason << 32), mask=used)
     agrees = is_draft & (draft.to(tl.int64) == token) & (reason == 0)
     accepted = tl.min(tl.where(agrees, PLACES, place), 1)
+    reason = tl.where(place <= accepted[:, None], reason, 0)
+    tl.store(results + line[:, None] * WIDTH + place, token | (reason << 32), mask=used)
     is_last = place == accepted[:, None]
     last, last_reason = tl.sum(tl.where(is_last, token, 0), 1), tl.sum(tl.where(is_last, reason, 0), 1)
     count = accepted + (last_reason != held).to(tl.int32)

@@ -40,7 +40,7 @@ class Drafting:
         """`limits`: the worker's. cheap_tokens: see Depth."""
         self.most, self.lookahead = limits.max_num_drafts, limits.num_lookahead
         self.depth = Depth(limits, cheap_tokens)
-        self._verified = np.zeros((self.most + 1, self.most + 2), np.int64)  # [drafts, tokens]: how often in a row
+        self._verified = np.zeros((self.most + 1, self.most + 2), np.int64)  # [judged, tokens]: how often in a row
         self._adapts = cheap_tokens > 0
         # By its first drafts; not one without layers, as n-grams: what it finds is the text's, and costs little.
         self._is_judged = not self.lookahead
@@ -51,7 +51,7 @@ class Drafting:
     @property
     def stats(self) -> DraftStats:
         """The counters of now."""
-        judged = self._verified[1:, 1:]  # a row that waits for its form judged no draft
+        judged = self._verified[1:, 1:]
         per_run = judged.sum(axis=0)  # [n]: runs of which n drafts were accepted
         return DraftStats(
             num_drafts=int(judged.sum()),
@@ -152,13 +152,20 @@ class Drafting:
             rows, rejected = rows[here], rejected[here]
         self._rows.num_known[rows] -= rejected
         self._rows.num_computed[rows] -= rejected
+        judged, tokens = drafted, result.num_sampled
+        if len(result.held):  # no draft behind a late mask was judged, all before it were accepted
+            is_held = np.isin(result.rows, result.held)
+            judged, tokens = np.where(is_held, tokens, drafted), tokens + is_held
         shape = self._verified.shape
-        runs = np.bincount(drafted * shape[1] + result.num_sampled, minlength=self._verified.size)
+        runs = np.bincount(judged * shape[1] + tokens, minlength=self._verified.size)
         self._verified += runs.reshape(shape)
         if not self._is_judged:
             self._judge()
         if self._adapts:
-            self._learn(result, drafted, here)
+            some = (judged > 0) & (tokens > 0)
+            if here is not None:
+                some &= here
+            self.depth.learn(result.rows[some], judged[some], tokens[some] - 1)
 
     def _judge(self) -> None:
         """Say once that hardly any draft is accepted: of another model's drafter all sizes may fit."""
@@ -171,12 +178,6 @@ class Drafting:
                 stats.num_accepted_tokens,
                 stats.num_draft_tokens,
             )
-
-    def _learn(self, result: StepResult, drafted: IntArray, here: np.ndarray | None) -> None:
-        judged = (drafted > 0) & (result.num_sampled > 0)
-        if here is not None:
-            judged &= here
-        self.depth.learn(result.rows[judged], drafted[judged], result.num_sampled[judged] - 1)
 
 
 def run_of(result: StepResult, row: int) -> list[int]:
