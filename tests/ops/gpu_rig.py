@@ -455,7 +455,9 @@ def check_look_up(device: str, width: int) -> None:
         gpu_lookup.look_up_rows(ours, rows.to(device), live.to(device), shortest, longest, num_drafts)
         assert torch.equal(ours.token_ids.cpu(), table.token_ids)
         assert shortest > 1 or not torch.equal(table.token_ids, token_ids)
-        assert (table.token_ids[3, 1 : 1 + num_drafts] == token_ids[3, 0]).all()  # of a row of one token nothing is found
+        assert (
+            table.token_ids[3, 1 : 1 + num_drafts] == token_ids[3, 0]
+        ).all()  # of a row of one token nothing is found
 
 
 def interpreted_look_up() -> None:
