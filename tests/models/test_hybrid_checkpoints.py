@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hybrid_configs import HYBRIDS
 from hybrid_rig import HybridRig
 from loading import load_model
-from model_rig import Case, make_reference
+from model_rig import SMALL, Case, make_reference
 from octavo import LLM, SamplingParams
+from octavo.cache.specs import StateSpec
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.config_reader.checkpoint import arch_from_config, read_arch
+from octavo.checkpoint.loader import build_model
 
 PLAIN: dict[str, Any] = {
     "vocab_size": 300,
@@ -179,6 +183,19 @@ def test_what_is_not_understood_is_refused_in_one_line(name: str, changes: dict[
     with pytest.raises(ValueError, match=message) as refusal:
         _read(name, **changes)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("family", {name: family for family, (name, _) in HYBRIDS.items()}.values())
+def test_so_many_drafts_as_the_page_of_speculation_says(family: str) -> None:
+    """Two steps' drafts are fewer than a chunk: `worker.model.check_drafts`."""
+    page = (Path(__file__).parents[2] / "docs/speculation.md").read_text(encoding="utf-8")
+    (few,) = re.findall(r"So (.*), whose chunks have 16 tokens", page)
+    name, own = HYBRIDS[family]
+    config = {key: value for key, value in {**SMALL, **own}.items() if value is not None}
+    model = build_model(arch_from_config({**config, "architectures": [f"{name}ForCausalLM"]}), torch.float32)
+    (chunk,) = {spec.chunk for spec in model.layer_specs if isinstance(spec, StateSpec)}
+    names = [each.lower().replace("-", "") for each in re.split(", | and ", few)]
+    assert chunk == (16 if name.lower() in names else 64)
 
 
 def test_experts_of_lfm2_moe_in_one_tensor(tiny_case: Callable[[str], Case], tmp_path: Path) -> None:
