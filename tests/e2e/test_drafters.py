@@ -329,6 +329,24 @@ def test_modules_in_the_targets_own_checkpoint(tmp_path: Path, count: int) -> No
     engine.close()
 
 
+def test_modules_behind_a_plain_targets_layers(tmp_path: Path) -> None:
+    """octavo-tiny and its module in one folder: it runs as without it, and drafts as with the module in its own."""
+    folders = [find_model(name, None) for name in ("octavo-tiny", "octavo-tiny-mtp")]
+    own, drafter = (load_file(folder / "model.safetensors") for folder in folders)
+    shutil.copytree(folders[0], tmp_path / "both")
+    save_file(own | drafter, tmp_path / "both" / "model.safetensors")
+    config = json.loads((folders[0] / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "both" / "config.json").write_text(json.dumps(config))
+    jobs, seen = long_jobs(2), []
+    for fields, given in (({}, SPEAKERS["mtp"]), ({"model": str(tmp_path / "both")}, {"method": "mtp"})):
+        plain, engine = make(None, **fields), make(given, **fields)
+        counts = Counts(engine)
+        seen.append((facts(run(plain, jobs)), facts(run(engine, jobs)), counts.num_drafted, counts.num_accepted))
+        plain.close()
+        engine.close()
+    assert seen[0] == seen[1] and seen[0][3] > 10
+
+
 TARGETS: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
     "states": lambda _: ({"model": "octavo-tiny-hybrid"}, {**ITSELF, "draft_noise": 0.8}),
     "windows": lambda folder: (

@@ -287,6 +287,23 @@ def test_preemption_and_abort_between_drafts(in_flight: bool) -> None:
     engine.close()
 
 
+def test_drafts_accepted_behind_the_end_of_a_request_are_counted() -> None:
+    """As docs/speculation.md tells of the counts: they were verified, though no answer has them."""
+    first = [(PROMPTS[0], params(max_tokens=12, temperature=0.0))]
+    plain, oracle = make_engine(None), Oracle()
+    expected = run(plain, first)
+    plain.close()
+    said = expected["r0"].outputs[0].token_ids
+    end = next(place for place in range(2, K) if said[place] not in said[:place])
+    oracle.answers = answers(expected)
+    engine = make_engine(oracle)
+    stopped = run(engine, [(PROMPTS[0], params(max_tokens=12, temperature=0.0, stop_token_ids=[said[end]]))])
+    assert stopped["r0"].outputs[0].token_ids == said[: end + 1]
+    stats = engine.scheduler.drafting.stats
+    engine.close()
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (1, K, K)
+
+
 @pytest.mark.parametrize("in_flight", [False, True], ids=["alone", "one in flight"])
 def test_only_accepted_tokens_are_found_again(in_flight: bool) -> None:
     """A second turn finds as much as without drafts, and what it finds holds no rejected draft."""

@@ -55,9 +55,9 @@ def test_it_looks_up_what_transformers_does() -> None:
         ([1, 2, 5, 1, 2, 6, 1, 2], 2, 1, [5, 1, 2, 6]),  # the first place
         ([7, 2, 5, 1, 2, 6, 1, 2], 2, 1, [6, 1, 2, 6]),  # the longest run
         ([4, 4, 4], 3, 1, [4, 4, 4, 4]),  # again where known tokens end
-        ([1, 2, 3], 3, 1, [-1] * 4),
-        ([1, 2, 9, 2], 3, 2, [-1] * 4),  # a run that is too short
-        ([8], 3, 1, [-1] * 4),
+        ([1, 2, 3], 3, 1, [3] * 4),  # none: the last token
+        ([1, 2, 9, 2], 3, 2, [2] * 4),  # a run that is too short
+        ([8], 3, 1, [8] * 4),
     ],
 )
 def test_the_longest_run_at_its_first_place(
@@ -97,6 +97,19 @@ def test_S_9_blocks_of_other_drafters_have_other_names(tmp_path: Path) -> None:
         engine.close()
     assert names[0] == names[1] and names[3] == names[4]
     assert len({names[0], names[2], names[3]}) == 3
+
+
+def test_who_had_a_row_before_does_not_matter() -> None:
+    """Where no run stood before: what lies behind the row's tokens is the same request's answer, of its first time."""
+    engine = make({**NGRAM, "prompt_lookup_min": 60, "prompt_lookup_max": 64}, max_num_seqs=1)
+    jobs: list[Job] = [(LONG[:50], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))]
+    seen = []
+    for _ in range(2):
+        counts = Counts(engine)
+        outputs = run(engine, jobs)
+        seen.append((len(counts.plans), counts.num_drafted, counts.num_accepted, facts(outputs)))
+    engine.close()
+    assert seen[0] == seen[1] and seen[0][1] > 0
 
 
 def test_a_batch_of_many_rows_verifies_nothing() -> None:

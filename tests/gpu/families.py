@@ -78,6 +78,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Granite 4": ("granite4", {**MAMBA2, "num_attention_heads": 2}),
     "Bamba": ("bamba", {**MAMBA2, "num_attention_heads": 2}),
     "Nemotron-H": ("nemotron-h", {"head_dim": 64, "mamba_head_dim": 64, "ssm_state_size": 64}),
+    "Nemotron-H, heads of an odd size": (
+        "nemotron-h",
+        {"head_dim": 15, "num_attention_heads": 16, "mamba_head_dim": 64, "ssm_state_size": 64},
+    ),
     "Mamba-2": (
         "mamba2",
         {"hidden_size": 128, "num_heads": 4, "head_dim": 64, "state_size": 64, "max_position_embeddings": None},

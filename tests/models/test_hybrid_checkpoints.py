@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from hybrid_configs import HYBRIDS
 from hybrid_rig import HybridRig
 from loading import load_model
-from model_rig import Case, make_reference
+from model_rig import SMALL, Case, make_reference
 from octavo import LLM, SamplingParams
+from octavo.cache.specs import StateSpec
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.config_reader.checkpoint import arch_from_config, read_arch
+from octavo.checkpoint.loader import build_model
 
 PLAIN: dict[str, Any] = {
     "vocab_size": 300,
@@ -69,9 +73,41 @@ def test_nemotron_h_knows_two_names_of_a_field() -> None:
     assert both is not None and (both.num_groups, both.conv_size, both.conv_bias) == (4, 3, False)
 
 
+def test_lfm2_knows_two_names_of_a_field() -> None:
+    """As transformers: `block_ff_dim`, which published files have without the other, wins where both are there."""
+    fields = {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False, "block_ff_dim": 80}
+    alone = {name: value for name, value in PLAIN.items() if name != "intermediate_size"}
+    found = arch_from_config({**alone, "architectures": ["Lfm2ForCausalLM"], **fields})
+    assert found.intermediate_size == _read("Lfm2ForCausalLM", **fields).intermediate_size == 80
+    with pytest.raises(ValueError, match="unsupported intermediate_size=null"):
+        arch_from_config({**alone, "architectures": ["Lfm2ForCausalLM"]})
+
+
+@pytest.mark.parametrize("family", ["jamba", "nemotron-h", "granite4"])
+def test_heads_that_do_not_turn_have_any_size(family: str, tmp_path: Path) -> None:
+    """Logits of the whole prompt, and of its last tokens one by one."""
+    size: dict[str, Any] = {"head_dim": 15} if family == "nemotron-h" else {"hidden_size": 60}
+    if family == "granite4":
+        size["mamba_d_head"] = 15
+    reference = make_reference(family, num_attention_heads=4, num_key_value_heads=2, **size)
+    reference.save_pretrained(tmp_path)
+    arch = read_arch(tmp_path)
+    assert arch.head_size == 15 and {kind.rope.kind for kind in arch.layers} == {"none"}
+    tokens = [(7 * place) % arch.vocab_size for place in range(40)]
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    found = HybridRig(load_model(arch, tmp_path, torch.float32)).run(tokens, [36, 1, 1, 1, 1])
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
+        (
+            "GraniteMoeHybridForCausalLM",
+            {"head_dim": 15, "position_embedding_type": "rope", "mamba_n_heads": 4},
+            r"head_dim=15 \(rotary embedding needs an even number",
+        ),
         ("Qwen3_5ForCausalLM", {"layer_types": ["conv"] * 3}, "unsupported layer_types="),
         ("Qwen3_5ForCausalLM", {"linear_num_value_heads": 33}, r"linear_num_value_heads=33 \(linear_num_key_heads=16"),
         (
@@ -147,6 +183,19 @@ def test_what_is_not_understood_is_refused_in_one_line(name: str, changes: dict[
     with pytest.raises(ValueError, match=message) as refusal:
         _read(name, **changes)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("family", {name: family for family, (name, _) in HYBRIDS.items()}.values())
+def test_so_many_drafts_as_the_page_of_speculation_says(family: str) -> None:
+    """Two steps' drafts are fewer than a chunk: `worker.model.check_drafts`."""
+    page = (Path(__file__).parents[2] / "docs/speculation.md").read_text(encoding="utf-8")
+    (few,) = re.findall(r"So (.*), whose chunks have 16 tokens", page)
+    name, own = HYBRIDS[family]
+    config = {key: value for key, value in {**SMALL, **own}.items() if value is not None}
+    model = build_model(arch_from_config({**config, "architectures": [f"{name}ForCausalLM"]}), torch.float32)
+    (chunk,) = {spec.chunk for spec in model.layer_specs if isinstance(spec, StateSpec)}
+    names = [each.lower().replace("-", "") for each in re.split(", | and ", few)]
+    assert chunk == (16 if name.lower() in names else 64)
 
 
 def test_experts_of_lfm2_moe_in_one_tensor(tiny_case: Callable[[str], Case], tmp_path: Path) -> None:

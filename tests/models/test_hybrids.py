@@ -123,7 +123,7 @@ def test_the_last_layer_computes_only_last_tokens_with_the_same_bits(
 def test_every_hybrid_family_has_three_configurations() -> None:
     names = [name.partition("For")[0] for name, family in FAMILIES.items() if ".hybrids." in family.model]
     given = [name for name, _ in HYBRIDS.values()]
-    assert {name: given.count(name) for name in names} == dict.fromkeys(names, 3)
+    assert not [name for name in names if given.count(name) < 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -118,6 +118,29 @@ def test_a_leftover_head_of_a_tied_model_is_ignored(
     assert load_model(arch, folder, torch.float32)
 
 
+@pytest.mark.parametrize("family", ["deepseek3", "qwen2"])
+@pytest.mark.parametrize("place", ["model.layers.{}.", "mtp."], ids=["behind the layers", "under mtp"])
+def test_modules_of_multi_token_prediction_are_a_drafters(
+    tiny_case: Callable[[str], Case], tmp_path: Path, family: str, place: str
+) -> None:
+    """Several too. A layer more that is no module is refused, as one within the model's layers is."""
+    case = tiny_case(family)
+    tensors = {name: each for file in case.folder.glob("*.safetensors") for name, each in load_file(file).items()}
+    arch = case.model.arch
+    own = "fc" if place == "mtp." else "eh_proj"
+
+    def saved(*names: str) -> None:
+        save_file(tensors | {name: torch.ones(2) for name in names}, tmp_path / "model.safetensors")
+
+    places = [place.format(arch.num_layers + number) for number in range(3)]
+    saved(*(each + name for each in places for name in (f"{own}.weight", "layers.0.mlp.up_proj.weight")))
+    assert load_model(arch, tmp_path, torch.float32)
+    for name in ("model.layers.9.mlp.up_proj.weight", "model.layers.0.eh_proj.weight", "mtp.norm.weight"):
+        saved(name)
+        with pytest.raises(ValueError, match=f"{name}: expected nothing"):
+            load_model(arch, tmp_path, torch.float32)
+
+
 _WHOLE, _TEXT = "Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"
 
 

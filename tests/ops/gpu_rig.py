@@ -35,7 +35,7 @@ from octavo.ops.sampling import truncation_gpu as gpu_cut
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 # (heads, KV heads, head size, rotary size)
-HEADS = ((16, 8, 128, 0), (4, 2, 64, 0), (5, 1, 80, 0), (3, 3, 256, 0), (6, 2, 64, 32), (2, 1, 96, 24))
+HEADS = ((16, 8, 128, 0), (4, 2, 64, 0), (5, 1, 80, 0), (3, 3, 256, 0), (6, 2, 64, 32), (2, 1, 96, 24), (4, 2, 15, 14))
 
 
 def heavy(rows: int, width: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
@@ -455,6 +455,9 @@ def check_look_up(device: str, width: int) -> None:
         gpu_lookup.look_up_rows(ours, rows.to(device), live.to(device), shortest, longest, num_drafts)
         assert torch.equal(ours.token_ids.cpu(), table.token_ids)
         assert shortest > 1 or not torch.equal(table.token_ids, token_ids)
+        assert (
+            table.token_ids[3, 1 : 1 + num_drafts] == token_ids[3, 0]
+        ).all()  # of a row of one token nothing is found
 
 
 def interpreted_look_up() -> None:

@@ -2,8 +2,8 @@
 
 Owns the match of checkpoint names to a model's parameters, the order of work, and dummy weights. Does not
 know a family (the model brings its weight map) or a file format (Checkpoint). Invariant: a load ends with
-every parameter filled and every tensor of the checkpoint used or named as ignored; anything else is refused
-before data is read.
+every parameter filled and every tensor of the checkpoint used, named as ignored, or of a module of multi-token
+prediction, which a drafter reads; anything else is refused before data is read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import fnmatch
 import logging
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -287,17 +287,28 @@ def _check_fit(checkpoint: Checkpoint, targets: dict[str, Target], ignored: Sequ
             problems.append(f"{name}: expected {list(target.shape)}, found {list(entry.shape)}")
         elif entry.dtype not in (dtypes := INTEGER_DTYPES if target.is_integer else DTYPES):
             problems.append(f"{name}: expected one of {', '.join(dtypes)}, found {entry.dtype}")
-    scales = scale_names(checkpoint.entries)
+    scales, modules = scale_names(checkpoint.entries), _modules_behind(checkpoint.entries, targets)
     for name, entry in checkpoint.entries.items():
         if (
             name not in targets
             and name not in scales
+            and not name.startswith(modules)
             and not any(fnmatch.fnmatchcase(name, pattern) for pattern in ignored)
         ):
             problems.append(f"{plain(name)}: expected nothing, found {entry.dtype} {list(entry.shape)}")
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ValueError(f"{folder}: weights do not fit config.json: {'; '.join(problems[:5])}{more}")
+
+
+def _modules_behind(names: Collection[str], targets: Collection[str]) -> tuple[str, ...]:
+    """How the names of each module of multi-token prediction begin, by what such a module alone has.
+
+    A layer that the model has is none.
+    """
+    marks = (("mtp.fc.weight", "fc.weight"), (".eh_proj.weight", "eh_proj.weight"))
+    found = {name.removesuffix(own) for name in names for end, own in marks if name.endswith(end)}
+    return tuple(prefix for prefix in found if not any(target.startswith(prefix) for target in targets))
 
 
 def _fill_dummy(model: nn.Module, filler: _Filler, seed: int) -> None:

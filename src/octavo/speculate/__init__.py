@@ -77,6 +77,9 @@ class Speculator(Protocol):
     def propose(self, step: DraftStep) -> None:
         """Write up to K drafts behind the known tokens of the rows that sampled: see DraftStep.write.
 
+        The host counts as many as it planned. A place that is left out is verified as it lies there, be it an earlier
+        request's token: no bit depends on that, but the number of steps does, so better write all.
+
         Called after every step with rows, behind its commit. Nothing in it may wait for the device: on a GPU lengths
         and tokens are known there alone, and a graph may capture it.
         """

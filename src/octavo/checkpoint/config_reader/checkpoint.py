@@ -239,6 +239,6 @@ def _heads(fields: Fields, family: Family, hidden_size: int, latent: Latent | No
         fields.refuse("num_attention_heads", num_heads, f"it must divide hidden_size={hidden_size}")
     shared = hidden_size // num_heads
     head_size = fields.integer("head_dim", 2, 1024, family.head_size or shared, null=shared)
-    if head_size % 2:
+    if head_size % 2 and not family.still:
         fields.refuse("head_dim", head_size, "rotary embedding needs an even number")
     return num_heads, num_kv_heads, head_size

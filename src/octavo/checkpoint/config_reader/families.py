@@ -36,6 +36,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     local_theta: str = "rope_theta"  # the field of theta for layers with a window; empty: `theta` always
     old_ropes: Mapping[str, str] = {}  # what older files call a rope_type
     interleaved: bool = False  # channel 2i turns with 2i + 1
+    still: bool = False  # heads turn in no layer, so they may have any size
     mlp_bias: bool = False  # reads the field of that name
     # layers whose heads do not turn: none | field: `no_rope_layers`, 0 where they do not, or no_rope_layer_interval
     # | full: those that see all, beside or instead of windows
@@ -195,7 +196,7 @@ FAMILIES = {
         usual={"num_key_value_heads": 8, "rms_norm_eps": 1e-5}, fixed={"partial_rotary_factor": 0.5},
     ),
     "NemotronHForCausalLM": Family(
-        model="octavo.models.hybrids.nemotron_h:NemotronHForCausalLM", head_size=128, mlp_bias=True,
+        model="octavo.models.hybrids.nemotron_h:NemotronHForCausalLM", head_size=128, mlp_bias=True, still=True,
         read="octavo.checkpoint.config_reader.hybrids:read_nemotron_h", usual={"num_key_value_heads": 8},
         renamed={"num_local_experts": "n_routed_experts"},
     ),
@@ -210,7 +211,7 @@ FAMILIES = {
         usual={"num_key_value_heads": 8, "mamba_d_ssm": 1024, "rms_norm_eps": 1e-5},
     ),
     "JambaForCausalLM": Family(
-        model="octavo.models.hybrids.jamba:JambaForCausalLM",
+        model="octavo.models.hybrids.jamba:JambaForCausalLM", still=True,
         read="octavo.checkpoint.config_reader.hybrids:read_jamba",
         usual={"num_key_value_heads": 8, "max_position_embeddings": 262144},
         renamed={"num_local_experts": "num_experts"},

@@ -81,7 +81,7 @@ def read_qwen3_next(fields: Fields, family: Family) -> Arch:
 def read_lfm2(fields: Fields, family: Family) -> Arch:
     """The facts of an LFM2."""
     fields = Fields({**family.usual, **fields.values}, fields.where)
-    inner = fields.integer("block_ff_dim", 1, _MAX_SIZE, fields.integer("intermediate_size", 1, _MAX_SIZE))
+    inner = fields.integer("block_ff_dim" if "block_ff_dim" in fields.values else "intermediate_size", 1, _MAX_SIZE)
     if fields.flag("block_auto_adjust_ff_dim", True):
         unit = fields.integer("block_multiple_of", 1, _MAX_SIZE, 256)
         inner = int(fields.number("block_ffn_dim_multiplier", 1e-3, 1e3, 1.0) * int(2 * inner / 3))
@@ -157,7 +157,7 @@ def read_granite_hybrid(fields: Fields, family: Family) -> Arch:
     _only_silu(fields)
     if fields.get("position_embedding_type") not in (None, "rope", "nope"):
         fields.refuse("position_embedding_type", fields.get("position_embedding_type"), "only rope and nope are known")
-    turns = fields.get("position_embedding_type") == "rope"
+    family = msgspec.structs.replace(family, still=fields.get("position_embedding_type") != "rope")
     experts, moe = fields.integer("num_local_experts", 0, 4096, 8), None
     shared = fields.integer("shared_intermediate_size", 0, _MAX_SIZE, 1024)
     if not shared and not experts:
@@ -174,7 +174,7 @@ def read_granite_hybrid(fields: Fields, family: Family) -> Arch:
         )
     mamba = _mamba2(fields, "mamba_proj_bias")
     moe_layers = frozenset(range(num_layers)) if moe else frozenset[int]()
-    layers = _layers(arch, mixers, still=not turns)
+    layers = _layers(arch, mixers, still=family.still)
     return dataclasses.replace(arch, mamba=mamba, moe=moe, moe_layers=moe_layers, layers=layers)
 
 
@@ -203,7 +203,7 @@ def read_nemotron_h(fields: Fields, family: Family) -> Arch:
         mamba=mamba,
         moe=_nemotron_moe(fields) if moe_layers else None,
         moe_layers=moe_layers,
-        layers=_layers(arch, mixers, still=True),
+        layers=_layers(arch, mixers, still=family.still),
     )
 
 
@@ -294,7 +294,7 @@ def read_jamba(fields: Fields, family: Family) -> Arch:
             norm_topk_prob=False,
         )
     mixers = ["attention" if own else "mamba" for own in attends]
-    layers = _layers(arch, mixers, still=True)
+    layers = _layers(arch, mixers, still=family.still)
     return dataclasses.replace(arch, mamba=mamba, moe=moe, moe_layers=routed, layers=layers)
 
 

@@ -1,7 +1,8 @@
 """Prompt lookup: what followed the last tokens of a row where they, or the most of them, stood before.
 
 Owns the operator and its eager form, on CPU tensors through their numpy views. Knows rows and lengths, not requests.
-Invariant: what a row is given follows from its own known tokens; nothing waits for the device.
+Invariant: what a row is given follows from its own known tokens, and whoever had it before does not matter; nothing
+waits for the device.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ MAX_RUN = 64
 def look_up(
     table: RowTensors, rows: torch.Tensor, live: torch.Tensor, *, shortest: int, longest: int, num_drafts: int
 ) -> None:
-    """Write up to `num_drafts` tokens behind the known ones of `rows` ([R] int64), as far as the table goes.
+    """Write `num_drafts` tokens behind the known ones of `rows` ([R] int64), as far as the table goes.
 
     The longest run of a row's last `shortest` to `longest` tokens that stands anywhere before, its first place, is
-    looked for, and what follows there is written, again and again where known tokens end. Rows without such a run, and
-    those that are not live ([R] bool), stay as they are.
+    looked for, and what follows there is written, again and again where known tokens end. A row without such a run has
+    its last token written again and again. Rows that are not live ([R] bool) stay as they are.
     """
     assert 1 <= shortest <= longest <= MAX_RUN, "a run has 1 to 64 tokens"
     if rows.is_cuda:
@@ -37,6 +38,7 @@ def look_up_eager(
 ) -> None:
     """The reference implementation of `look_up`, for CPU tensors."""
     row = rows.numpy()[live.numpy()]
+    row = row[table.total_len.numpy()[row] > 0]
     totals, token_ids = table.total_len.numpy()[row], table.token_ids.numpy()
     if not len(row) or not num_drafts:
         return
@@ -54,7 +56,7 @@ def look_up_eager(
         length += goes_on
     best = length.argmax(axis=1)  # of equals the first
     found = length[np.arange(len(row)), best] >= shortest
-    row, totals, best = row[found], totals[found], best[found]
+    best = np.where(found, best, totals - 2)  # else the last token goes on: the host counts drafts anyway
     place = np.arange(num_drafts)
     source = best[:, None] + 1 + place % (totals - 1 - best)[:, None]
     target = totals[:, None] + place

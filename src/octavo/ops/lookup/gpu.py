@@ -52,8 +52,8 @@ def _look_up(
         best = tl.maximum(best, tl.where(length >= SHORTEST, key, 0))
         base += BLOCK
     found = tl.max(best, axis=0)
-    if found > 0:
-        last = (PLACES - 1 - found % PLACES).to(tl.int32)  # of the run
+    if total > 0:
+        last = tl.where(found > 0, PLACES - 1 - found % PLACES, total - 2).to(tl.int32)  # of the run, if there is one
         place = tl.arange(0, MOST)
         inside = (place < num_drafts) & (total + place < width)
         token = tl.load(own + last + 1 + place % (total - 1 - last), mask=inside, other=0)

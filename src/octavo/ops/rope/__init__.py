@@ -95,10 +95,11 @@ def rope_table(
     turn all positions otherwise where `max_position` exceeds `original_max_position`: dynamic, as for a text of
     original_max_position * factor tokens, and longrope, by `long_factors`; a factor for each pair of channels.
     `kind` "proportional" turns the first `num_turning` pairs of channels, with the angles that they have where all do.
-    `kind` "none" turns nothing: every cosine is 1 and every sine 0, which keeps each channel's bits. Raises
-    ValueError for an unknown `kind`, an odd rotary size, and a scaled kind without `original_max_position` or factors.
+    `kind` "none" turns nothing: every cosine is 1 and every sine 0, which keeps each channel's bits; of an odd head
+    `rotary` leaves the last channel out. Raises ValueError for an unknown `kind`, an odd rotary size, and a scaled kind
+    without `original_max_position` or factors.
     """
-    rotary = rotary_size or head_size
+    rotary = rotary_size or head_size - (head_size % 2 if kind == "none" else 0)
     if rotary % 2 or rotary > head_size:
         raise ValueError(f"rotary size {rotary} must be even and at most the head size {head_size}")
     if kind in ("dynamic", "llama3", "yarn", "longrope") and original_max_position <= 0:
