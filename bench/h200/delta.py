@@ -253,9 +253,9 @@ def verified(num_rows: int, count: int, computed: int) -> str:
 
 def checks() -> str:
     """What the comparisons ahead of a first launch found."""
-    from octavo.states import delta_gpu
+    from octavo.states import agreement
 
-    return ", ".join(f"{str(what[0]).rpartition('.')[2]} {agrees}" for what, agrees in delta_gpu._agreed.items())
+    return ", ".join(f"{str(what[0]).rpartition('.')[2]} {agrees}" for what, agrees in agreement._found.items())
 
 
 def engine() -> str:

@@ -31,13 +31,22 @@ MAKERS = rig.CASES
 
 
 def check_results(
-    device: str, name: str, dtype: torch.dtype, lengths: Sequence[int], largest: int, sizes: tuple[int, ...] = ()
+    device: str,
+    name: str,
+    dtype: torch.dtype,
+    lengths: Sequence[int],
+    largest: int,
+    sizes: tuple[int, ...] = (),
+    **options: Any,
 ) -> None:
-    """In steps of at most `largest` tokens of random rows, of prompts or with rejected tokens behind."""
+    """In steps of at most `largest` tokens of random rows, of prompts or with rejected tokens behind.
+
+    options: Rows', beside other layers unless said.
+    """
     case = MAKERS[name](dtype, *sizes)
     drawn = rig.draw_all(case, lengths)
     rig.move(case, device)
-    rows = rig.Rows(case, GpuStates(), drawn, beside=[rig.ATTENTION], device=device)
+    rows = rig.Rows(case, GpuStates(), drawn, **{"beside": [rig.ATTENTION], "device": device} | options)
     rng = random.Random(3)
     while left := [row for row, count in enumerate(lengths) if rows.computed[row] < count]:
         chosen = rng.sample(left, rng.randint(1, len(left)))
@@ -264,13 +273,16 @@ def packed_sequences() -> None:
     assert torch.equal(torch.cat(alone), found)
 
 
-def check_decoding(device: str, name: str, dtype: torch.dtype, sizes: tuple[int, ...] = ()) -> None:
-    """Two prompts that end shortly before a border, then steps of one token a row across it. Row 0 has one state."""
+def check_decoding(device: str, name: str, dtype: torch.dtype, sizes: tuple[int, ...] = (), **options: Any) -> None:
+    """Two prompts that end shortly before a border, then steps of one token a row across it. Row 0 has one state.
+
+    options: as of `check_results`.
+    """
     case = MAKERS[name](dtype, *sizes)
     chunk = case.part.chunk or SHORT_CHUNK
     drawn = rig.draw_all(case, (2 * chunk + 3, chunk + 2))
     rig.move(case, device)
-    rows = rig.Rows(case, GpuStates(), drawn, beside=[rig.ATTENTION], device=device)
+    rows = rig.Rows(case, GpuStates(), drawn, **{"beside": [rig.ATTENTION], "device": device} | options)
     rows.keep_one_state(0)
     rows.compute({0: chunk - 1, 1: chunk - 2})
     for _ in range(4):
