@@ -48,9 +48,9 @@ from octavo.ops.gemm import cluster_gemm
 from octavo.ops.gemm.gpu import linear, tile_for
 from octavo.ops.sampling import fused_lm_head_sampling
 from octavo.ops.scan import conv_decode
-from octavo.ops.scan.delta import delta_prompts, delta_step
+from octavo.ops.scan.delta import delta_prompts, delta_step, loading
 from octavo.ops.scan.mamba2 import mamba2_advance, mamba2_decode, mamba2_prompts
-from octavo.states import delta_gpu
+from octavo.states import agreement, delta_gpu
 
 CUDA = torch.device("cuda")
 BF16, F32 = torch.bfloat16, torch.float32
@@ -114,13 +114,20 @@ def _deltas() -> None:
 
 @contextlib.contextmanager
 def _on_hopper(processors: int) -> Iterator[None]:
-    """Within, kernels of states in CUDA C++ have so few blocks that one has several tasks. Skips other GPUs."""
+    """Within, kernels of states in CUDA C++ have so few blocks that one has several tasks. Skips other GPUs.
+
+    Behind it, none of those that were asked for was missing, or was found to have other bits than Triton's.
+    """
     if torch.cuda.get_device_capability()[0] != 9:
         raise unittest.SkipTest("needs a Hopper GPU")
     with contextlib.ExitStack() as stack:
         for kernel in (delta_step, delta_prompts, mamba2_advance, mamba2_decode, mamba2_prompts, conv_decode):
             stack.enter_context(mock.patch.object(kernel, "processors", lambda device: processors))
         yield
+    own = [each.KERNEL for each in (mamba2_advance, mamba2_decode, mamba2_prompts, conv_decode)]
+    for kernel in (*own, *loading.KERNELS.values()):
+        assert None not in kernel._functions.values(), f"{kernel.name} could not be had"
+    assert all(agreement._found.values()), agreement._found
 
 
 def _deltas_in_cuda() -> None:

@@ -58,6 +58,20 @@ def test_a_batch_in_which_nobody_has_drafts_pauses() -> None:
     assert depth.of_next(2) == 4
 
 
+def test_a_wrong_try_leaves_the_pause_behind_it() -> None:
+    """Its result comes while the next step is planned."""
+    depth = make()
+    for _ in range(20):
+        depth.learn(ROWS, np.array([4, 4]), np.array([0, 0]))
+    for _ in range(31):
+        depth.of_next(2)
+    assert depth.of_rows(ROWS, 4, 2).tolist() == [1, 1]
+    assert depth.of_next(2) == 4
+    assert depth.of_rows(ROWS, 4, 2).tolist() == [0, 0]
+    depth.learn(ROWS, np.array([1, 1]), np.array([0, 0]))
+    assert depth.of_next(2) == 0
+
+
 def test_a_row_that_is_not_asked_is_not_paused() -> None:
     depth = make()
     for _ in range(20):

@@ -102,6 +102,11 @@ def test_S_1_a_null_of_an_unknown_key_is_no_wish_that_is_met() -> None:
         read_speculative({"method": "ngram", "num_speculative_tokens": 3, "zzz": None})
 
 
+def test_a_class_whose_name_ends_as_a_family_s_modules_do_is_a_class() -> None:
+    config = read_speculative({"method": "my.package:tree_mtp", "num_speculative_tokens": 2})
+    assert config.method == "my.package:tree_mtp"
+
+
 @pytest.mark.parametrize("name", ["qwen3_5_mtp", "mimo_mtp", "nemotron_h_mtp", "deepseek_mtp", "step3p5_mtp"])
 def test_S_1_modules_of_a_family_are_mtp(name: str) -> None:
     assert read_speculative({"method": name, "num_speculative_tokens": 1}).method == "mtp"

@@ -172,7 +172,8 @@ def _method(given: Mapping[str, Any]) -> tuple[object, bool]:
         return ("ngram", False) if by_model in _NGRAM_MODELS else (BY_MODEL, by_model is not None)
     method = given["method"]
     if isinstance(method, str):
-        method = "mtp" if method.endswith(_MODULES) else _ALIASES.get(method, method)
+        is_family = method.endswith(_MODULES) and ":" not in method
+        method = "mtp" if is_family else _ALIASES.get(method, method)
     return method, False
 
 

@@ -75,12 +75,13 @@ def _reasoning(name: str, value: Any) -> dict[str, Any]:
 
 def _state_dtype(name: str, value: Any) -> dict[str, Any]:
     """The type of recurrent states; auto: whatever else says it, else float32."""
-    if value in (None, "auto"):
+    said = value.strip().lower() if isinstance(value, str) else value
+    if said in (None, "", "auto", "none", "null"):
         return {}
-    if value == "float16":
+    if said == "float16":
         limit = "recurrent states are float32 or bfloat16, as --state-dtype says: float16 has no room for their sums"
         raise ConfigError(name, value, limit)
-    return {"state_dtype": value}
+    return {"state_dtype": said}
 
 
 def _mamba(name: str, value: Any) -> dict[str, Any]:

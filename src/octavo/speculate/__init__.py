@@ -59,7 +59,8 @@ class Speculator(Protocol):
 
     captures: bool
     """Whether a CUDA graph may hold `propose` behind a step in which every row verifies: it then always proposes K, or
-    what a step of so many rows may have. Else it is called behind the graph."""
+    what a step of so many rows may have. Of ours with layers, graphs of plain steps hold its stores too. Else it is
+    called behind the graph."""
 
     def load(self, target: Model, resolved: Resolved) -> int:
         """Load what it needs beside the target, which is loaded; the bytes. Raises ValueError for what does not suit.

@@ -61,6 +61,7 @@ class BlockBatches:
 
         Rows that did not sample run at position 0 and store nothing.
         """
+        assert count <= step.num_drafts, "rows may have no blocks behind the drafts that a step asks for"
         source, rows, places, limits = step.batch, step.batch.num_rows, 1 + count, self._batches.limits
         device, tokens = source.rows.device, rows * places
         last = step.totals() - 1  # the place of the last known token

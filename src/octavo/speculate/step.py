@@ -34,7 +34,9 @@ class DraftStep:
     table: RowTensors
     sample_of: torch.Tensor  # [R] int32; -1: the entry did not sample, as padding and chunks of prompts
     taps: torch.Tensor  # [T, len(taps) * hidden_size], one behind the other; of no taps [0, 0]
-    num_drafts: int  # the most that the next step may verify, at most K: no more need be written
+    num_drafts: (
+        int  # the most that the next step may verify, at most K; no pass goes further: rows have no blocks there
+    )
     seq_lens: IntArray  # [R] host bounds of the lengths in `batch`, for backends that plan by each; of padding 0
     for_capture: bool = False  # a graph is captured: whatever a pass makes must stay
     vocab_size: int = 0  # that drafts are brought into, of a speculator out of tree; 0: they lie in it
@@ -170,7 +172,7 @@ class DraftBatches:
         and store nothing. To be asked in the order of offsets, and after `again`: block tables are the last ones that
         were asked for.
         """
-        assert 0 <= offset <= self.limits.max_num_drafts, "a pass behind the last draft"
+        assert 0 <= offset < step.num_drafts, "rows may have no blocks behind the drafts that a step asks for"
         rows = step.batch.rows
         if tokens is None and not offset:
             tokens = self._laid_out(step).tokens[: len(rows)]
@@ -181,6 +183,7 @@ class DraftBatches:
 
     def behind(self, step: DraftStep, offset: int) -> ForwardContext:
         """What `next` prepares for the pass at that offset, whose tokens need not be there yet."""
+        assert 0 <= offset < step.num_drafts, "rows may have no blocks behind the drafts that a step asks for"
         return self._one(step, offset, self._laid_out(step).tokens[: step.batch.num_rows])[1]
 
     def last_accepted(self, step: DraftStep) -> torch.Tensor:

@@ -309,7 +309,7 @@ def _fit_step(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int,
     def fits(tokens: int) -> bool:
         return blocks_for_request(groups, resolved.max_model_len, tokens + num_ahead) <= num_blocks
 
-    if not resolved.enable_chunked_prefill or not fits(resolved.max_num_seqs):
+    if resolved.looks_ahead or not resolved.enable_chunked_prefill or not fits(resolved.max_num_seqs):
         return 0
     low, high = resolved.max_num_seqs, resolved.max_num_batched_tokens
     while low < high:

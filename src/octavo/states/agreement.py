@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from octavo.ops.compile import side_by_side, validation_cache
+from octavo.ops.compile import driver, side_by_side, validation_cache
 
 _LOG = logging.getLogger(__name__)
 _found: dict[tuple[object, ...], bool] = {}  # by kernel, GPU and what the kernel was compiled for
@@ -31,6 +31,10 @@ def agrees(name: str, macros: Mapping[str, int | str], device: torch.device, com
             _found[key] = validation_cache.holds([name, sorted(map(str, macros.items()))], device, compare)
         except torch.OutOfMemoryError:
             _LOG.warning("no memory to compare %s with the kernel that it stands for, which runs", name)
+            _found[key] = False
+            return False
+        except driver.DriverError as error:
+            _LOG.warning("%s cannot be launched, so the kernel that it stands for runs: %s", name, error)
             _found[key] = False
             return False
         if not _found[key]:

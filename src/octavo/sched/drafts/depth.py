@@ -77,7 +77,9 @@ class Depth:
             wrong = rows[tried & (accepted == 0)]
             self._patience[wrong] = np.minimum(2 * self._patience[wrong], _RAREST)
             self._is_trying[wrong] = False
-            self.clear(rows[tried & (accepted > 0)])  # what it says now is something else
+            right = rows[tried & (accepted > 0)]
+            if len(right):
+                self.clear(right)  # what it says now is something else
         if accepted.any():
             self._resumes = 0
         self._hits[rows] = self._hits[rows] * _DECAY + accepted

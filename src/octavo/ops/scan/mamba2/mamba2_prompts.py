@@ -93,4 +93,5 @@ def is_loaded(own: dict[str, int | str], device: torch.device) -> bool:
 def launch(told: Told, num_rows: int, own: dict[str, int | str], device: torch.device) -> None:
     """Run it. num_rows: that are served, at most. Ask `is_loaded` first."""
     blocks = min(num_rows * int(own["HEADS"]), processors(device))
-    KERNEL.launch(told, blocks, THREADS, shared_bytes(own), own, device)
+    if blocks:
+        KERNEL.launch(told, blocks, THREADS, shared_bytes(own), own, device)
