@@ -30,7 +30,7 @@ struct Two { u32 x[2]; };
 unsigned char memory[1 << 18] __attribute__((aligned(128)));
 
 struct Map { u64 x[16]; };
-struct Copy { u32 to; u64 from; u32 bytes, width; };
+struct Copy { u32 to; u64 from; u32 bytes, width; bool told; };  // told: of its coming a barrier tells
 struct Sent { u64 to; u32 from, bytes; };
 struct Lane {
     ucontext_t context;
@@ -136,6 +136,11 @@ static void run_block(u32 threads) {
         if (!moved) moved = let_arrive();
     }
     for (auto& each : barriers) if (each.second.open.size()) fprintf(stderr, "a block ends before what it fetches is there\n"), abort();
+    for (Lane& lane : lanes) {
+        bool waited = lane.open.empty();
+        for (auto& group : lane.groups) waited = waited && group.empty();
+        if (!waited) fprintf(stderr, "a lane ends before what it copies is there\n"), abort();
+    }
     for (Lane& lane : lanes)
         for (auto& group : lane.sent_groups) if (group.size()) fprintf(stderr, "a block ends before what it sends was read\n"), abort();
     for (Lane& lane : lanes) if (!lane.done) fprintf(stderr, "lanes wait for each other\n"), abort();
@@ -145,7 +150,7 @@ static void copy_bytes(u32 to, u64 from, u32 bytes, u32 width) {
     if (to % width || from % width || (bytes && bytes != width) || to + width > sizeof memory)
         fprintf(stderr, "a copy of %u of %u bytes from %llx to %u\n", bytes, width, from, to), abort();
     memset(memory + to, 0xff, width);
-    lanes[current].open.push_back(Copy{to, from, bytes, width});
+    lanes[current].open.push_back(Copy{to, from, bytes, width, false});
 }
 static void copy16(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 16); }
 static void copy4(u32 to, u64 from, u32 bytes) { copy_bytes(to, from, bytes, 4); }
@@ -157,6 +162,7 @@ template <int LEFT> static void arrived() {
     auto& groups = lanes[current].groups;
     while ((int)groups.size() > LEFT) {
         for (const Copy& copy : groups.front()) {
+            if (copy.told) continue;
             memset(memory + copy.to, 0, copy.width);
             memcpy(memory + copy.to, (void*)copy.from, copy.bytes);
         }
@@ -195,8 +201,10 @@ static void arrive(u32 barrier) {
 }
 static void arrive_behind_copies(u32 barrier) {
     arrive(barrier);
-    for (const Copy& copy : lanes[current].open) barrier_at(barrier).open.push_back(Fetched{copy.to, copy.from, copy.bytes});
-    lanes[current].open.clear();
+    for (Copy& copy : lanes[current].open) {
+        if (!copy.told) barrier_at(barrier).open.push_back(Fetched{copy.to, copy.from, copy.bytes});
+        copy.told = true;
+    }
 }
 static void expect(u32 barrier, u32 bytes) {
     has_turned(barrier, 0);

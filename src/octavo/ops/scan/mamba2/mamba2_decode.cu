@@ -309,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mamba2_decode(const __g
         for (u32 n = 0;; ++n) {
             u32 turn = n % 2, at = base + TASKS_AT + turn * TASK;
             wait_for(base + FOUND + turn * 8, n / 2 & 1);
-            if (!get(at + COUNT * 4)) return;
+            if (!get(at + COUNT * 4)) return commit(), arrived<0>();  // no lane ends before its copies are there
             ask(told, base, at, stage, round, n == 0);
             warp_together();
             if (lane == 0) arrive(base + FREE + turn * 8);

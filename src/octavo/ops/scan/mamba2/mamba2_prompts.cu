@@ -149,7 +149,7 @@ __device__ inline void ask_all(const Told& told, u32 base) {
             put_address(at + 16, walk.states), put_address(at + 24, walk.inputs);
         }
         tell(base + FOUND + task % 2 * 8);
-        if (!walk.end) return;
+        if (!walk.end) return commit(), arrived<0>();  // no lane ends before its copies are there
 #pragma unroll 1
         for (int begin = walk.computed; begin < walk.end; begin += CHUNK) {
             wait_for(base + EMPTY + stage.place * 8, stage.turn ^ 1);
