@@ -177,7 +177,7 @@ def test_rows_of_a_convolution_fit_shared_memory_however_many(
 
 
 _MAMBA2 = {"heads": (128, 8), "sizes": (64, 128), "chunk": 64, "dtype": torch.bfloat16, "state": torch.float32}
-_BESIDE = {"pitch": 128 * 64, "width": 10240, "begin": 0}
+_BESIDE = {"pitch": 128 * 64, "width": 10240, "begin": 0, "apart": 1}
 
 
 @pytest.mark.parametrize(
@@ -197,12 +197,13 @@ _BESIDE = {"pitch": 128 * 64, "width": 10240, "begin": 0}
         ({"pitch": 128 * 64 + 16}, False),  # of states, whose lines the copy engine takes whole
         ({"width": 10244}, False),
         ({"begin": 4}, False),
+        ({"apart": 2}, False),  # channels of a token
     ],
 )
 def test_one_kernel_decodes_what_it_knows_of_mamba2(other: dict[str, Any], fits: bool) -> None:
     own = _MAMBA2 | _BESIDE | other
     (heads, groups), dtype = own["heads"], own["dtype"]
-    rows = torch.empty(2 * own["width"] + own["begin"], dtype=dtype)[own["begin"] :].view(2, -1)
+    rows = torch.empty(2 * own["width"] + own["begin"], dtype=dtype)[own["begin"] :].view(2, -1)[:, :: own["apart"]]
     given = rows, torch.empty(2, heads, dtype=dtype)
     states = torch.empty(4 * own["pitch"], dtype=own["state"]).as_strided(
         (2, 2, 1, 8192), (2 * own["pitch"], own["pitch"], 8192, 1)
@@ -230,7 +231,15 @@ def test_one_kernel_convolves_what_it_knows(
 ) -> None:
     x, kept = torch.empty(3, channels, dtype=dtype), torch.empty(2, 1, width, channels, dtype=kind)
     assert conv_decode.fits(width, chunk, x, (kept, kept)) == fits
-    assert not conv_decode.fits(width, chunk, torch.empty(3, channels + 2, dtype=dtype)[:, 2:], (kept, kept))
+    shifted, apart = torch.empty(3, channels + 2, dtype=dtype)[:, 2:], torch.empty(3, 2 * channels, dtype=dtype)[:, ::2]
+    assert not any(conv_decode.fits(width, chunk, each, (kept, kept)) for each in (shifted, apart))
+
+
+@pytest.mark.parametrize("apart", [1, 2])
+def test_kernels_of_the_delta_rule_know_channels_that_follow_one_another(apart: int) -> None:
+    qkv = torch.empty(3, 512 * apart, dtype=torch.bfloat16)[:, ::apart]
+    kept = torch.empty(2, 1, 128, 128), *(torch.empty(2, 1, 64, 128, dtype=torch.bfloat16) for _ in range(3))
+    assert loading.fits((2, 1), (128, 128), 64, qkv, kept) == (apart == 1)
 
 
 @pytest.mark.parametrize(("rows", "groups"), [(1, 1), (2, 1), (3, 2), (16, 2)])

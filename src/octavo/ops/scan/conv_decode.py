@@ -49,7 +49,7 @@ def fits(width: int, chunk: int, x: Tensor, kept: Sequence[Tensor]) -> bool:
     """Whether the shape is one that the kernel knows, and lies on bounds of 8 bytes."""
     if x.dtype not in _TYPES or any(each.dtype != x.dtype for each in kept):
         return False
-    if not 2 <= width <= min(chunk, 8) or x.shape[1] % 4:
+    if not 2 <= width <= min(chunk, 8) or x.shape[1] % 4 or x.stride(1) != 1:
         return False
     steps = [step for each in kept for step in each.stride()[:3]] + [x.stride(0)]
     return not any(step % 4 for step in steps) and not any(each.data_ptr() % 8 for each in (x, *kept))

@@ -1,8 +1,9 @@
 // The gated delta rule where rows decode, in one kernel, with the states behind chunks that end. Told of and launched by delta_step.py.
 //
 // A task is a row and a head of its keys, with those of the values that share it. Of a block's warps the last one, the
-// scout, finds where a task's things lie, brings keys and gates, norms the token's query and key and sums its gates: a
-// task ahead of the others, for which it makes T meanwhile. Of those each takes 32 channels of one head. Its states,
+// scout, finds where a task's things lie, brings the chunk's keys, sums and rates, and makes the token's: query and key of
+// norm 1, and of each head its gates, a rate and the sum behind the one before. Key, sum and rate are kept. The scout is a
+// task ahead of the others, for which it makes T's row meanwhile. Each of those takes 32 channels of one head. Its states,
 // updates and values come by asynchronous copies into a ring of its own, SLOT bytes a step, ROUND steps a task, on past
 // the end of each task to the next: memory never waits for a task. Eight lanes copy 128 bytes that lie together, so that
 // the L2 is asked for whole lines; lines lie in a step by exclusive or, and no two lanes meet in a bank, of those that

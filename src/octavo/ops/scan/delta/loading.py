@@ -47,7 +47,7 @@ def serves(heads: tuple[int, int], sizes: tuple[int, int], chunk: int, qkv: Tens
 def fits(heads: tuple[int, int], sizes: tuple[int, int], chunk: int, qkv: Tensor, kept: Sequence[Tensor]) -> bool:
     """Whether the shape is one that the kernel knows, and lies on bounds of 16 bytes."""
     per = heads[0] // heads[1]
-    if sizes != (_SIZE, _SIZE) or chunk != _CHUNK or per > _MOST_HEADS:
+    if sizes != (_SIZE, _SIZE) or chunk != _CHUNK or per > _MOST_HEADS or qkv.stride(1) != 1:
         return False
     steps = [step * each.element_size() for each in kept for step in (*each.stride()[:3],)]
     steps += [each.data_ptr() for each in (*kept, qkv)] + [qkv.stride(0) * qkv.element_size()]

@@ -63,7 +63,7 @@ def fits(
     """
     if (*sizes, chunk) != (_SIZE, _STATES, _CHUNK) or heads[0] % heads[1] or heads[0] // heads[1] % _LEAST:
         return False
-    if [each.dtype for each in given] != [torch.bfloat16] * 2:
+    if [(each.dtype, each.stride(1)) for each in given] != [(torch.bfloat16, 1)] * 2:
         return False
     if [each.dtype for each in kept] != [torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]:
         return False
