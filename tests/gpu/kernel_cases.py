@@ -133,7 +133,7 @@ def _on_hopper(processors: int) -> Iterator[None]:
 def _deltas_in_cuda() -> None:
     """Prompts by blocks of one warp group and of two, and rows that decode, however few; states in lines of 128."""
     alone: dict[str, Any] = {"block_size": 64, "beside": ()}  # blocks that hold states in whole lines
-    for processors in (132, 3):
+    for processors in (132, 1):
         with _on_hopper(processors), mock.patch.object(delta_gpu, "_FEWEST_STEPS", 1):
             gpu_states_rig.check_results("cuda", "delta", BF16, (1, 17, 70, 230), 150, (2, 4, 128, 128), **alone)
             gpu_states_rig.check_decoding("cuda", "delta", BF16, (2, 4, 128, 128), **alone)

@@ -6,8 +6,8 @@ thread that arrives at it, not for those that this one met before, so it also re
 one word show that before any case is run: of `hands_over`, which is in order, it must report what REVIEWED waves
 through, else the list is to go; of `forgets_to_wait`, which is not, it must report the race.
 
-A kernel in CUDA C++ among ONE_ARRIVES is run with another text, by which each lane arrives where one does for its warp:
-the lane arrives behind the others, so no order is lost, and nothing is left to be reviewed.
+A kernel in CUDA C++ among RETOLD is run with another text, which orders the same in a way that the checker follows, so
+that nothing of it is left to be reviewed. What it reports of such kernels has their name ahead of the function's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from unittest import mock
 
@@ -59,7 +59,10 @@ extern "C" __global__ void hands_over(int* out) { run(out, true); }
 extern "C" __global__ void forgets_to_wait(int* out) { run(out, false); }
 """
 
-ONE_ARRIVES = ("ops/scan/mamba2/mamba2_decode.cu", "ops/scan/mamba2/mamba2_prompts.cu")
+_IN_MEMORY = (
+    " __shared__ u64 met[16]; u32 met_at = (u32)__cvta_generic_to_shared(met);"
+    " if (thread() < 16) prepare(met_at + thread() * 8, THREADS);"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,33 +98,35 @@ def place_of(file: str, line: int) -> Place:
     return Place(f"{file}:{line}", "")
 
 
-def judge(report: str) -> tuple[Counter[frozenset[Place]], list[str]]:
-    """(hazards by their two places, the lines of those that nobody reviewed) of the checker's report.
+def judge(report: str) -> tuple[Counter[frozenset[Place]], Counter[str]]:
+    """How often the checker's report has each pair of places that was reviewed, and each other one, by its lines.
 
     Raises ValueError where it does not say at all how many there are.
     """
     if "RACECHECK SUMMARY" not in report:
         raise ValueError(f"the checker did not end:\n{report[-2000:]}")
-    found: Counter[frozenset[Place]] = Counter()
-    unknown, first, first_line = [], None, ""
+    found, unknown = Counter[frozenset[Place]](), Counter[str]()
+    first, first_line = None, ""
     for line in report.splitlines():
         access = re.search(r"(?:Read|Write) access at .*? in (\w+\.py):(\d+)", line)
         if "Race reported" in line:
             first, first_line = access, line
         elif "access at" in line:
             pair = frozenset(place_of(one[1], int(one[2])) for one in (first, access) if one)
-            found[pair] += 1
-            if pair not in REVIEWED:
-                unknown += [first_line, line]
+            if pair in REVIEWED:
+                found[pair] += 1
+            else:  # how many bytes and threads it was is another number each time
+                unknown[first_line + "\n" + re.sub(r" \[\d+ hazards?\]", "", line)] += 1
         elif re.match(r"=+ (Error|Warning)", line):
-            unknown.append(line)
+            unknown[line] += 1
     return found, unknown
 
 
 def each_arrives(text: str) -> str:
     """A kernel's text in which each lane arrives where its first one does, at barriers that await as many.
 
-    Lanes that each arrive already are counted with a 32. Raises ValueError where none arrives for others.
+    The lane arrives behind the others, so no order is lost. Lanes that each arrive already are counted with a 32.
+    Raises ValueError where none arrives for others.
     """
     text = re.sub(r"(if \(lane == 0\) put\([^;]*?\)), (arrive\()", r"\1; \2", text)
     text, count = re.subn(r"if \(lane == 0\) (arrive\()", r"\1", text)
@@ -130,23 +135,51 @@ def each_arrives(text: str) -> str:
     return re.sub(r"(prepare\(base \+ [^,]+, )((?:(?!32)[^(),])+)\)", r"\1(\2) * 32)", text)
 
 
-def told_of_each(source: str) -> str:
-    """A kernel's whole source, with its files' names for the checker's reports, and those of ONE_ARRIVES rewritten."""
+def meet_in_memory(text: str) -> str:
+    """A kernel's text in which barriers lie in shared memory, where some of its threads tell the others and go on.
+
+    All meet there once a round, so a barrier's turn is the round's: who waits is behind the same threads, and no thread
+    waits that did not. Raises ValueError where none tells.
+    """
+    text, count = re.subn(r"tell_some\((\d+), THREADS\)", r"arrive(met_at + \1 * 8)", text)
+    if not count:
+        raise ValueError("no thread tells others and goes on")
+    waits = r"arrive(met_at + \1 * 8), wait_for(met_at + \1 * 8, round % 2)"
+    text = re.sub(r"some_together\((\d+), THREADS\)", waits, text)
+    return re.sub(r"extern __shared__ [^;]*;", lambda found: found[0] + _IN_MEMORY, text)
+
+
+RETOLD: dict[str, Callable[[str], str]] = {
+    "ops/scan/mamba2/mamba2_decode.cu": each_arrives,
+    "ops/scan/mamba2/mamba2_prompts.cu": each_arrives,
+    "ops/scan/delta/delta_step.cu": meet_in_memory,
+}
+
+
+def retold(source: str) -> str:
+    """A kernel's whole source, with its files' names for the checker's reports, and those of RETOLD rewritten."""
     for path in SRC.rglob("*.cu"):
         text = path.read_text(encoding="utf-8")
         if text in source:
-            changed = each_arrives(text) if path.relative_to(SRC).as_posix() in ONE_ARRIVES else text
-            source = source.replace(text, f'#line 1 "{path.name}"\n{changed}')
+            rewrite = RETOLD.get(path.relative_to(SRC).as_posix(), str)
+            source = source.replace(text, f'#line 1 "{path.name}"\n{rewrite(text)}')
     return source
 
 
+def named(source: str) -> str:
+    """A kernel's source whose functions have its name ahead of theirs, by which the checker names inlined ones."""
+    found = re.search(r"__global__ void __launch_bounds__\([^)]*\) (\w+)\(", source)
+    assert found is not None, "a kernel"
+    return f"namespace {found[1]} {{\n{source}\n}}\n"
+
+
 def run_cases(names: list[str]) -> None:
-    """Of `kernel_cases`, with kernels in CUDA C++ whose lanes each arrive."""
+    """Of `kernel_cases`, with kernels in CUDA C++ as RETOLD has them."""
     import kernel_cases
     from octavo.ops.compile import nvrtc
 
     def machine_code(source: str, macros: Mapping[str, int | str], arch: str) -> bytes:
-        return nvrtc.compile_told(told_of_each(source), macros, arch, "--generate-line-info")[0]
+        return nvrtc.compile_told(named(retold(source)), macros, arch, "--generate-line-info")[0]
 
     with mock.patch.object(nvrtc, "machine_code", machine_code):
         kernel_cases.main(names)
@@ -190,8 +223,11 @@ def main(arguments: list[str]) -> None:
         sys.exit("the checker follows an arrival for others: REVIEWED is to go")
     found, unknown = judge(check(checker, __file__, "--cases", *names))
     for pair, count in found.items():
-        print(f"{count} of {' and '.join(sorted(place.function for place in pair))}: {REVIEWED.get(pair, 'UNKNOWN')}")
-    print("\n".join(unknown) or f"no hazards but these, in {', '.join(names) or 'all cases'}")
+        print(f"{count} of {' and '.join(sorted(place.function for place in pair))}: {REVIEWED[pair]}")
+    for lines, count in unknown.items():
+        print(f"{count} that nobody reviewed:\n{lines}")
+    if not unknown:
+        print(f"no hazards but these, in {', '.join(names) or 'all cases'}")
     sys.exit(bool(unknown))
 
 
