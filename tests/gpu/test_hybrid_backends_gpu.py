@@ -91,18 +91,21 @@ def test_greedy_tokens_are_those_of_a_cpu(model: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", LIBRARIES)
 @pytest.mark.parametrize("model", MODELS)
 def test_a_library_runs_beside_states_or_is_refused_by_name(model: str, backend: str) -> None:
-    """It promises no bits; how likely it finds what a model said is as likely as by `paged`."""
+    """It promises no bits; how likely it finds what a model said is as near to float32's numbers as by `paged`."""
     with made(model, "paged", dtype="bfloat16") as llm:
         said = [p["prompt_token_ids"] + tokens for p, (tokens, _) in zip(PROMPTS, answers(llm, PROMPTS), strict=True)]
-        expected = likelihoods(llm, said)
+        ours = likelihoods(llm, said)
     try:
         with made(model, backend, dtype="bfloat16", **LIBRARIES[backend]) as llm:
-            found = likelihoods(llm, said)
+            theirs = likelihoods(llm, said)
     except ValueError as error:
         assert backend in str(error) and ("found" in str(error) or "needs the package" in str(error)), error
         return
-    difference = (found - expected).abs()
-    assert difference.mean() < 0.03 and difference.max() < 0.5, (difference.mean(), difference.max())
+    with made(model, "paged", dtype="float32") as llm:
+        exact = likelihoods(llm, said)
+    least, found = ((each - exact).abs() for each in (ours, theirs))
+    print(f"{model} by paged {least.mean():.4f} {least.max():.3f}, by {backend} {found.mean():.4f} {found.max():.3f}")
+    assert found.mean() < 1.3 * least.mean() and found.max() < 2 * least.max(), (found.mean(), least.mean())
 
 
 def likelihoods(llm: LLM, sequences: list[list[int]]) -> torch.Tensor:
