@@ -208,6 +208,19 @@ def test_defaults_on_cpu() -> None:
     assert {"dtype", "device", "attention_backend", "max_num_seqs", "max_model_len"} <= set(made.why)
 
 
+@pytest.mark.parametrize(
+    ("fields", "interval"),
+    [
+        ({}, 3),
+        ({"enable_prefix_caching": False}, 0),
+        ({"enable_prefix_caching": False, "kv_transfer_config": {"kv_connector": "host", "kv_role": "kv_both"}}, 3),
+    ],
+)
+def test_no_states_are_kept_that_nobody_looks_for(fields: dict[str, Any], interval: int) -> None:
+    made = resolved(**fields, snapshot_interval=3)
+    assert made.snapshot_interval == interval and ("snapshot_interval" in made.why) == (interval == 0)
+
+
 def test_bfloat16_follows_pairs_where_the_processor_multiplies_them() -> None:
     best = dataclasses.replace(CPU, native_isas=("x86_64_v4_bf16", "x86_64_v4", "x86_64_v3"))
     cases: list[tuple[DeviceFacts, dict[str, Any], str]] = [

@@ -153,6 +153,23 @@ def test_doctor_says_what_drafts_take_of_states(capsys: pytest.CaptureFixture[st
     assert "Drafts: " not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("{}", "no drafts"),
+        ('{"method": "ngram", "num_speculative_tokens": 4}', '{"method": "ngram", "num_speculative_tokens": 4}'),
+        (
+            '{"model": "octavo-tiny-mtp", "num_speculative_tokens": 1, "adaptive_depth": false}',
+            '{"method": "mtp", "num_speculative_tokens": 1, "model": "octavo-tiny-mtp", "adaptive_depth": false}',
+        ),
+    ],
+)
+def test_doctor_says_drafts_as_a_user_writes_them(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--device", "cpu", "-sc", given]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  speculative ")]
+    assert line.split(maxsplit=1)[1] == said
+
+
 def test_doctor_says_where_a_drafter_of_a_users_own_is_not_counted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +286,14 @@ def test_torchs_bits_are_asked_by_what_other_processors_compute_otherwise() -> N
     assert len(seen[0].strip()) == 8 and seen[0] == seen[1]
     if torch.backends.mkl.is_available():
         assert seen[2] != seen[0]
+
+
+def test_the_page_of_states_shows_what_doctor_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs/states.md").read_text(encoding="utf-8")
+    command, *shown = page.partition("```\noctavo ")[2].partition("\n```")[0].splitlines()
+    assert cli.main([*command.split(), "--device", "cpu"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert shown and set(shown) <= set(said)
 
 
 def test_the_page_of_states_has_the_sizes_that_doctor_tells(capsys: pytest.CaptureFixture[str]) -> None:

@@ -134,6 +134,11 @@ def test_what_changes_nothing_is_taken_with_one_line(name: str, caplog: pytest.L
         assert _parse([short] if option.kind == "switch" else [short, value]) == (EngineConfig(), ServeConfig())
 
 
+@pytest.mark.parametrize("name", ["mamba_backend", "mamba_ssu_algorithm", "gdn_prefill_backend", "kda_prefill_backend"])
+def test_a_choice_of_kernels_is_answered_by_what_chooses_them(name: str) -> None:
+    assert OPTIONS[name].reason.startswith("kernels of layers that keep states follow from")
+
+
 @pytest.mark.parametrize("name", _rows(refuse=True))
 def test_what_cannot_be_had_is_refused_with_the_reason(name: str, caplog: pytest.LogCaptureFixture) -> None:
     option = OPTIONS[name]

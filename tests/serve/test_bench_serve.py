@@ -319,6 +319,13 @@ def test_statistics_by_hand() -> None:
     assert percentile([], 50) == 0.0 and percentile([3.0], 99) == 3.0 and percentile([1, 2, 3, 4, 5], 75) == 4
 
 
+@pytest.mark.parametrize(("num_tokens", "peak"), [(4, 3.0), (12, 9.0)])
+def test_the_peak_counts_tokens_and_not_chunks(num_tokens: int, peak: float) -> None:
+    outcome = Outcome(ttft=0.1, latency=1.4, itl=[0.1, 0.1, 1.1], prompt_len=10, output_len=num_tokens)
+    result = summarize([outcome], 1.4, metrics=[], percentiles=[], goodput={})
+    assert result["max_output_tokens_per_s"] == peak
+
+
 def test_events_survive_any_split() -> None:
     body = b': hi\n\ndata: {"a":1}\r\n\r\nevent: x\ndata: two\ndata: lines\n\ndata:[DONE]\n\nrest'
     for cut in range(len(body)):

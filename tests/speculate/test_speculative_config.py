@@ -112,6 +112,12 @@ def test_S_1_modules_of_a_family_are_mtp(name: str) -> None:
     assert read_speculative({"method": name, "num_speculative_tokens": 1}).method == "mtp"
 
 
+def test_modules_of_a_model_draft_one_token_where_no_number_is_said() -> None:
+    assert read_speculative({"method": "qwen3_next_mtp"}) == read_speculative(
+        {"method": "mtp", "num_speculative_tokens": 1}
+    )
+
+
 @pytest.mark.parametrize("model", ["ngram", "[ngram]"])
 def test_S_1_a_model_may_be_ngram(model: str) -> None:
     found = read_speculative({"model": model, "num_speculative_tokens": 3})

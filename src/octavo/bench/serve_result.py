@@ -151,20 +151,25 @@ def _meets(outcome: Outcome, goodput: Mapping[str, float]) -> bool:
 
 
 def _peaks(good: Sequence[Outcome]) -> tuple[float, int]:
-    """Most tokens and most requests within one second of the run. A chunk counts as one token."""
+    """Most tokens and most requests within one second of the run.
+
+    A request's chunks count as equally many tokens: as one each, or as more where a server sends the tokens of a step
+    together, as it does with drafts.
+    """
     if not good:
         return 0.0, 0
     begin = min(outcome.start for outcome in good)
-    tokens: dict[int, int] = {}
+    tokens: dict[int, float] = {}
     requests: dict[int, int] = {}
     for outcome in good:
         moment = outcome.start - begin
         for second in range(int(moment), int(moment + outcome.latency) + 1):
             requests[second] = requests.get(second, 0) + 1
+        share = outcome.output_len / (1 + len(outcome.itl))
         for gap in (outcome.ttft, *outcome.itl):
             moment += gap
-            tokens[int(moment)] = tokens.get(int(moment), 0) + 1
-    return float(max(tokens.values())), max(requests.values())
+            tokens[int(moment)] = tokens.get(int(moment), 0.0) + share
+    return max(tokens.values()), max(requests.values())
 
 
 def table(result: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:

@@ -7,7 +7,9 @@ of what probe, config, memory and the model say. Invariant: it reads a checkpoin
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import logging
 import platform
 import sys
@@ -22,6 +24,7 @@ from octavo.cli import flags
 from octavo.config.device_facts import DeviceFacts
 from octavo.config.engine_config import SETTINGS, EngineConfig, Resolved, load_config, resolve
 from octavo.config.kv_transfer import read_kv_transfer
+from octavo.config.speculative import SpeculativeConfig
 from octavo.kv_connector.table import make_kind, moves_runs
 from octavo.observe import setup_logging
 from octavo.startup import probe
@@ -112,8 +115,19 @@ def _resolved(resolved: Resolved) -> list[tuple[str, object]]:
     rows: list[tuple[str, Any]] = []
     for name in Resolved.__dataclass_fields__:
         if name not in ("why", "model", "max_model_len_is_auto"):
-            rows.append((name, f"{getattr(resolved, name)!s:<16} {resolved.why.get(name, '')}".rstrip()))
+            value = getattr(resolved, name)
+            said = _said(value) if isinstance(value, SpeculativeConfig) else str(value)
+            rows.append((name, f"{said:<16} {resolved.why.get(name, '')}".rstrip()))
     return rows
+
+
+def _said(drafts: SpeculativeConfig) -> str:
+    """What is not the default, as `speculative_config` takes it."""
+    if not drafts.method:
+        return "no drafts"
+    plain = SpeculativeConfig()
+    given = {field.name: getattr(drafts, field.name) for field in dataclasses.fields(drafts)}
+    return json.dumps({name: value for name, value in given.items() if value != getattr(plain, name)}, default=str)
 
 
 def _read_arch(config: EngineConfig) -> Arch:

@@ -38,12 +38,7 @@ DEFAULT_MODEL = "octavo-tiny"
 DTYPES = ("float32", "bfloat16", "float16")
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 KV_CACHE_LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
-FLEX_BLOCK_KEYS = (
-    "flex_attn_block_m",
-    "flex_attn_block_n",
-    "flex_attn_q_block_size",
-    "flex_attn_kv_block_size",
-)
+FLEX_BLOCK_KEYS = ("flex_attn_block_m", "flex_attn_block_n", "flex_attn_q_block_size", "flex_attn_kv_block_size")
 _ATTENTION_KEYS = ("backend", "layer_backends", "kernel_block_size", "flashinfer_kernels", *FLEX_BLOCK_KEYS)
 _GENERATION_KEYS = (
     "temperature",
@@ -301,9 +296,9 @@ class Resolved:
 # Fields that a Resolved takes over as they are.
 _UNCHANGED = (
     "model", "load_format", "quantization", "numerics", "enforce_eager", "enable_chunked_prefill",
-    "enable_prefix_caching", "snapshot_interval", "state_dtype", "scheduling_policy", "priority_aging",
-    "kv_cache_layout", "kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization",
-    "weight_transfer_config", "enable_sleep_mode", "seed", "logprobs_mode",
+    "enable_prefix_caching", "state_dtype", "scheduling_policy", "priority_aging", "kv_cache_layout",
+    "kv_cache_memory_bytes", "num_gpu_blocks_override", "gpu_memory_utilization", "weight_transfer_config",
+    "enable_sleep_mode", "seed", "logprobs_mode",
 )  # fmt: skip
 DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}  # kernels for a GPU read tiles of 64 tokens
 _FP8_CAPABILITY = (8, 9)
@@ -323,17 +318,20 @@ def resolve(config: EngineConfig, arch: Arch, facts: DeviceFacts) -> Resolved:
         why["block_size"] = f"the default on {device}"
     if config.async_scheduling is None:
         why["async_scheduling"] = "on where a device computes beside the host"
-    num_threads = _resolve_num_threads(config, facts, why)
+    finds_states = config.enable_prefix_caching or bool(config.kv_transfer_config)
+    if not finds_states:
+        why["snapshot_interval"] = "nobody looks for states: no prefix caching, no connector"
     return Resolved(
         **{name: getattr(config, name) for name in _UNCHANGED},
         device=device,
         dtype=dtype,
         native=native,
         bfloat16_chain=_resolve_bfloat16_chain(config, native, dtype, why),
-        num_threads=num_threads,
+        num_threads=_resolve_num_threads(config, facts, why),
         attention_backend=_resolve_attention(config, arch, device, native != "none", why),
         layer_backends=read_layer_backends(config.attention_config),
         block_size=block_size,
+        snapshot_interval=config.snapshot_interval if finds_states else 0,
         looks_ahead=False,  # until the mods are known
         kernel_block_size=read_kernel_block_size(config.attention_config, block_size),
         kv_cache_dtype=_resolve_cache_dtype(config, facts, device, dtype, why),

@@ -28,6 +28,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "dflash": _OF_MODELS,
 }
 _NEED_MODEL = ("draft_model", "eagle", "eagle3", "dflash")  # modules of mtp may lie in the target's own checkpoint
+_NUM_DRAFTS = {"mtp": 1}  # where nothing is said: vLLM's is as many as there are modules, which is one in most models
 _ALIASES = {"ngram_gpu": "ngram"}  # another name of vLLM's
 _MODULES = "_mtp"  # how vLLM's names of one family's modules end: qwen3_next_mtp
 _NGRAM_MODELS = ("ngram", "[ngram]")  # what vLLM's configs say as a model where there is none
@@ -147,7 +148,7 @@ def read_speculative(given: Mapping[str, Any]) -> SpeculativeConfig:
         raise _refuse("prompt_lookup_min", lowest, f"prompt_lookup_max is {highest}", "lower it")
     return SpeculativeConfig(
         method=str(method),
-        num_speculative_tokens=_whole(given, "num_speculative_tokens", None, 1, MAX_DRAFTS),
+        num_speculative_tokens=_whole(given, "num_speculative_tokens", _NUM_DRAFTS.get(str(method)), 1, MAX_DRAFTS),
         model=given.get("model"),
         revision=given.get("revision"),
         draft_sample_method=given.get("draft_sample_method", "probabilistic"),

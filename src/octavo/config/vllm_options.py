@@ -124,6 +124,7 @@ _LOADING = "Octavo has one way to load weights"
 _STATS = "figures are at /metrics; none are logged"
 _CHUNKS = "long prompts share a step by --max-num-batched-tokens alone"
 _NETWORK = "nothing runs on other machines"
+_STATE_KERNELS = "kernels of layers that keep states follow from the device and from the sizes of the layers"
 _MAMBA = "states of recurrent layers lie in blocks of the one cache, and advance at fixed positions"
 _ROUNDED = "states are rounded to the nearest value (--state-dtype), none is drawn"
 _STATE_DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -250,14 +251,14 @@ _CACHE = {
     "prefix_match_unit": idle("whole blocks are found again"),
     "mamba_cache_mode": idle(_MAMBA, known=("align", "all", "none")),
     "mamba_config": Option(becomes=_mamba),
-    "mamba_backend": idle(_MAMBA, known=("triton", "flashinfer")),
-    "mamba_ssu_algorithm": idle(_MAMBA),
+    "mamba_backend": idle(_STATE_KERNELS, known=("triton", "flashinfer")),
+    "mamba_ssu_algorithm": idle(_STATE_KERNELS),
     "enable_mamba_cache_stochastic_rounding": never(_ROUNDED, kind="switch"),
     "mamba_cache_philox_rounds": idle(_ROUNDED, least=0),
     "use_replayssm": idle(_MAMBA, kind="switch"),
     "replayssm_buffer_len": idle(_MAMBA, least=1),
-    "gdn_prefill_backend": idle(_MAMBA),
-    "kda_prefill_backend": idle(_MAMBA),
+    "gdn_prefill_backend": idle(_STATE_KERNELS),
+    "kda_prefill_backend": idle(_STATE_KERNELS),
     "ec_manager_config": idle(_TEXT),
     "swap_space": idle("a preempted request is computed again, to the same bits; no memory is set aside"),
     "mem_fraction_static": same("gpu_memory_utilization"),

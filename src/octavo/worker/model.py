@@ -114,10 +114,11 @@ def check_drafts(speculator: Speculator, model: Model, resolved: Resolved) -> No
         )
     chunk = min((spec.chunk for spec in model.layer_specs if isinstance(spec, StateSpec)), default=0)
     if chunk and 2 * num_drafts >= chunk:
-        raise ValueError(
-            f"num_drafts={num_drafts} is too many for layers whose states advance every chunk={chunk} tokens: the "
-            f"drafts of two steps must be fewer than these, so take a speculator of at most {(chunk - 1) // 2} drafts"
+        limit = (
+            f"the model has states that advance every {chunk} tokens, and two steps' drafts must be fewer than these"
         )
+        change = f"set num_speculative_tokens to at most {(chunk - 1) // 2}"
+        raise ConfigError("speculative_config", {"num_speculative_tokens": num_drafts}, limit, change)
 
 
 def try_mods(model: Model, mods: Sequence[AttentionMods], resolved: Resolved) -> None:
