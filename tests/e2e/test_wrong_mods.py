@@ -25,7 +25,9 @@ from octavo.attention import (
     rswa,
     temperature,
 )
+from octavo.attention.mods import ModError
 from octavo.attention.mods.check import check_mods
+from octavo.attention.mods.failing import leave_out_failing
 from octavo.cache.specs import AttentionSpec
 from octavo.config.settings import ConfigError
 from octavo.request.validation import ParameterError
@@ -219,6 +221,39 @@ def test_a_mod_that_fails_for_everybody_leaves_the_engine(make_llm: Callable[...
     assert ends == ["attention_mod_failed"] * 3
     broken.clear()
     assert llm.generate([[5] * 9], params)[0].outputs == before
+
+
+def test_a_mod_that_fails_by_chance_ends_nobody_who_does_not_fail_alone(make_llm: Callable[..., LLM]) -> None:
+    """Where no part of the step failed again the engine ended, for all."""
+    left: list[int] = []
+
+    def fails(b, h, q, kv):
+        if left and not (left.append(left.pop() - 1) or left[0]):
+            raise KeyError(3)
+        return kv >= 0
+
+    llm = make_llm(**LIMITS, attention_mods=AttentionMods(mask_mod=fails))
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logprobs=1)
+    before = [each.outputs for each in llm.generate([[5] * 9, [6] * 9, [7] * 9], params)]
+    for call in (1, 9):  # of a prompt's step, once
+        left[:] = [call]
+        llm.reset_prefix_cache()
+        assert [each.outputs for each in llm.generate([[5] * 9, [6] * 9, [7] * 9], params)] == before
+        assert left[0] < 0, "it did fail"
+
+
+def test_rows_that_fail_together_and_never_alone_end_some_time() -> None:
+    error, issued = ModError("together"), []
+
+    def issue(sound: Any, failing: list[int]) -> list[int]:
+        issued.append(sound.tolist())
+        if len(sound) > 1:
+            raise error
+        return failing
+
+    fails = leave_out_failing(3, error, lambda some: error if some.tolist() == [2] else None, issue)
+    assert fails == [2, 0, 1]
+    assert issued[0] == [0, 1] and issued[-1] == [] and len(issued) < 20
 
 
 def test_a_second_ctrl_c_within_a_mod_is_the_users(make_llm: Callable[..., LLM]) -> None:

@@ -183,6 +183,21 @@ def test_rl_g7_experts_are_those_that_computed_each_token(moe: tuple[Path, Any],
             assert np.array_equal(np.sort(each.routed_experts[:, layer]), np.sort(experts)), layer
 
 
+@pytest.mark.parametrize("cache", ["fp8", "int8"])
+def test_rl_g7_new_weights_measure_a_cache_whose_steps_are_short(moe: tuple[Path, Any], cache: str) -> None:
+    """The text that is measured is no step: it had no room in what is told of one, and broke the weights for all."""
+    path, model = moe
+    own = {"dtype": "float32", "max_model_len": 128, "skip_tokenizer_init": True, "kv_cache_dtype": cache}
+    steps = {"max_num_batched_tokens": 7, "max_num_seqs": 1, "enable_return_routed_experts": True}
+    with LLM(str(path), **own, **steps) as llm:
+        (before,) = draw(llm, asked(9), return_routed_experts=True)
+        with llm.weights("again") as load:
+            for name, tensor in model.state_dict().items():
+                load(name, tensor)
+        (after,) = draw(llm, asked(9), return_routed_experts=True)
+    assert after.token_ids == before.token_ids and np.array_equal(after.routed_experts, before.routed_experts)
+
+
 def test_rl_g7_experts_over_http(moe: tuple[Path, Any]) -> None:
     """RL.G7: vLLM's form and SGLang's, whole and as a stream; a server says them where it was started to."""
     path, _ = moe

@@ -104,6 +104,30 @@ def test_whatever_a_speculator_writes_by_itself_outputs_are_as_ever(
     assert answers(speculative_config=own)[0] == plain
 
 
+class Behind(NoSpeculator):
+    """Counts its places from another end."""
+
+    place: int = -1
+
+    def __init__(self, config: Any) -> None:
+        self.num_drafts = config.num_speculative_tokens
+
+    def propose(self, step: DraftStep) -> None:
+        step.write_all(torch.full((len(step.batch.rows), 2), 7), self.place)
+
+
+@pytest.mark.parametrize("place", [-1, -3])
+def test_places_in_front_of_the_first_draft_are_known_tokens_and_stay(
+    place: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were overwritten: the rows went on behind tokens that nobody drew."""
+    plain, _ = answers()
+    monkeypatch.setattr(Behind, "place", place)
+    own = {"method": f"{__name__}:Behind", "num_speculative_tokens": 4, "adaptive_depth": False}
+    assert answers(speculative_config=own)[0] == plain
+    assert f"a row's drafts have numbers from 0 on, got {place}" in caplog.text
+
+
 class Own(NoSpeculator):
     """Its number of drafts is an option, and another one once it was loaded; they are the last token again."""
 
@@ -170,3 +194,49 @@ def test_whatever_a_speculator_of_ones_own_does_outputs_are_as_ever(
     assert answers(speculative_config=own)[0] == plain
     told = [message for message in caplog.messages if f"the speculator {__name__}:Wrong fails: " in message]
     assert len(told) == isinstance(then, type)
+
+
+class Wrongly(NoSpeculator):
+    """Something of it is wrong once it is loaded."""
+
+    field: str = ""
+    value: Any = None
+
+    def __init__(self, config: Any) -> None:
+        self.num_drafts = config.num_speculative_tokens
+
+    def load(self, target: Any, resolved: Any) -> Any:
+        if self.field.startswith("num_"):
+            setattr(self, self.field, self.value)
+        elif self.field == "load":
+            raise self.value
+        return None if self.field == "bytes" else 0
+
+    def allocate(self, batches: Any) -> None:
+        if self.field == "allocate":
+            raise self.value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("num_lookahead", -3, "its num_lookahead is -3, and must be a whole number of tokens, at least 0"),
+        ("num_lookahead", True, "its num_lookahead is True, and must be"),
+        ("num_next_tokens", 1.0, "its num_next_tokens is 1.0, and must be"),
+        ("num_next_tokens", None, "its num_next_tokens is None, and must be"),
+        ("load", KeyError("x"), "cannot be loaded: KeyError"),
+        ("bytes", None, "cannot be loaded: TypeError"),
+        ("allocate", IndexError("x"), "cannot allocate what it keeps: IndexError"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_of_it_once_it_is_loaded_is_refused_by_name(
+    field: str, value: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer tokens ahead than none gave rows too few blocks, and other tokens; the rest was a traceback."""
+    monkeypatch.setattr(Wrongly, "field", field)
+    monkeypatch.setattr(Wrongly, "value", value)
+    own = {"method": f"{__name__}:Wrongly", "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError) as caught:
+        LLM(dtype="float32", speculative_config=own).close()
+    assert str(caught.value).startswith(f"speculative_config='{__name__}:Wrongly': {said}")

@@ -6,6 +6,9 @@ model without a recorder computes as ever; with one, a layer of experts copies i
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -32,3 +35,18 @@ class ExpertRecorder:
     def of(self, tokens: torch.Tensor) -> torch.Tensor:
         """The choices of some tokens of the last step ([n] int64, their places), [n, layers, ranks] int16."""
         return self._chosen.index_select(1, tokens).transpose(0, 1).contiguous()
+
+
+@contextlib.contextmanager
+def unrecorded(model: nn.Module) -> Iterator[None]:
+    """Within: passes of the model that are no steps. They record nothing, and may have more tokens than a step."""
+    from octavo.layers.moe import MoeMlp
+
+    kept = [(layer, layer.record) for layer in model.modules() if isinstance(layer, MoeMlp)]
+    try:
+        for layer, _ in kept:
+            layer.record = None
+        yield
+    finally:
+        for layer, record in kept:
+            layer.record = record

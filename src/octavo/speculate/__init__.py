@@ -161,6 +161,15 @@ def check_num_drafts(speculator: Speculator, config: SpeculativeConfig) -> None:
     raise ConfigError(FIELD, config.method, limit, f"{'raise num_speculative_tokens, or ' * fits}set it in the class")
 
 
+def check_ahead(speculator: Speculator, config: SpeculativeConfig) -> None:
+    """Once it is loaded: raises ConfigError for numbers of tokens ahead that are none, by which rows lack blocks."""
+    for name in ("num_lookahead", "num_next_tokens"):
+        count = getattr(speculator, name, None)
+        if type(count) is not int or count < 0:
+            limit = f"its {name} is {quoted(count)}, and must be a whole number of tokens, at least 0"
+            raise ConfigError(FIELD, config.method, limit, "set it in the class")
+
+
 def build_drafts(speculator: Speculator, target: Model, resolved: Resolved) -> int | None:
     """The bytes that `load` will fill, of a target without weights; None: this speculator tells them as it loads.
 

@@ -7,7 +7,10 @@ engine's ends no step, unless the device fails, whatever it raises and whatever 
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import operator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +18,8 @@ import torch
 
 from octavo.attention.base import NO_TAPS, Taps
 from octavo.config.quoted import describe
+from octavo.config.settings import ConfigError
+from octavo.config.speculative import FIELD
 from octavo.device.batch import Batch
 from octavo.ops.inputs.tensors import RowTensors
 from octavo.plan import IntArray
@@ -23,6 +28,8 @@ from octavo.startup.interrupts import may_be_a_signal
 
 if TYPE_CHECKING:
     from octavo.checkpoint.arch import Arch
+    from octavo.config.engine_config import Resolved
+    from octavo.models.base import Model
     from octavo.speculate.step import DraftBatches
 
 _LOG = logging.getLogger(__name__)
@@ -42,7 +49,7 @@ class Drafter:
     ) -> None:
         """`taps`: what the speculator reads of the target. vocab_size: the target's."""
         self._table, self._speculator, self.taps = table, speculator, taps
-        self._is_ours = type(speculator).__module__.startswith("octavo.")
+        self._is_ours = _is_ours(speculator)
         self._vocab_size = 0 if self._is_ours else vocab_size
         self._is_told = False
 
@@ -92,8 +99,7 @@ class Drafter:
 
     def _tell(self, error: BaseException, for_capture: bool) -> None:
         """A step goes on with whatever stands behind its rows: tokens that are verified as any draft is."""
-        kind = type(self._speculator)
-        text = f"the speculator {kind.__module__}:{kind.__qualname__} fails: {describe(error)}"
+        text = f"the speculator {_name(self._speculator)} fails: {describe(error)}"
         if for_capture:  # the graph would never propose again
             raise RuntimeError(text) from error
         if not self._is_told:
@@ -101,12 +107,39 @@ class Drafter:
         self._is_told = True
 
 
+def load_speculator(speculator: Speculator, target: Model, resolved: Resolved) -> int:
+    """Let `speculator` load what it needs beside the target; the bytes. Raises ValueError for what does not suit."""
+    with _refused(speculator, "be loaded"):
+        return operator.index(speculator.load(target, resolved))
+
+
 def make_drafter(speculator: Speculator, batches: DraftBatches, arch: Arch, dtype: torch.dtype) -> Drafter:
     """Let `speculator` allocate what it keeps, and keep what it reads: hidden states of a target of this `arch`."""
-    speculator.allocate(batches)
+    with _refused(speculator, "allocate what it keeps"):
+        speculator.allocate(batches)
     taps, size = NO_TAPS, len(speculator.taps) * arch.hidden_size
     if size:
         device = batches.table.token_ids.device
         kept = torch.zeros((batches.limits.max_num_tokens, size), dtype=dtype, device=device)
         taps = Taps(speculator.taps, kept)
     return Drafter(batches.table, speculator, taps, vocab_size=arch.vocab_size)
+
+
+@contextlib.contextmanager
+def _refused(speculator: Speculator, what: str) -> Iterator[None]:
+    """Within: what one out of tree raises is a ConfigError with its name, unless the device fails."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ValueError) or _is_ours(speculator) or isinstance(error, _OF_DEVICE):
+            raise
+        limit = f"cannot {what}: {describe(error)}"
+        raise ConfigError(FIELD, _name(speculator), limit, "repair it, or take another method") from error
+
+
+def _is_ours(speculator: Speculator) -> bool:
+    return type(speculator).__module__.startswith("octavo.")
+
+
+def _name(speculator: Speculator) -> str:
+    return f"{type(speculator).__module__}:{type(speculator).__qualname__}"

@@ -66,12 +66,18 @@ class DraftStep:
     def write(self, place: int, drafts: torch.Tensor) -> None:
         """Write drafts [R], ids of the vocabulary, as the rows' drafts number `place`, from 0 on.
 
-        Those of rows that did not sample, and such as would lie behind max_model_len, are not written.
+        Those of rows that did not sample, and such as would lie behind max_model_len, are not written. Raises as
+        `write_all`.
         """
         self.write_all(drafts[:, None], place)
 
     def write_all(self, drafts: torch.Tensor, first: int = 0) -> None:
-        """Write drafts [R, n] as the rows' drafts number `first` to `first + n - 1`: see `write`."""
+        """Write drafts [R, n] as the rows' drafts number `first` to `first + n - 1`: see `write`.
+
+        Raises ValueError for a place in front of the first: known tokens are there.
+        """
+        if first < 0:
+            raise ValueError(f"a row's drafts have numbers from 0 on, got {first}")
         if self.vocab_size:
             drafts = drafts.to(torch.int64).clamp(0, self.vocab_size - 1)
         width, count = self.table.token_ids.shape[1], drafts.shape[1]

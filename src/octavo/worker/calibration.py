@@ -23,6 +23,7 @@ from octavo.config.engine_config import Resolved
 from octavo.device.field_tables import FieldTables
 from octavo.device.staging import make_queue
 from octavo.layers.attention import Attention
+from octavo.layers.expert_recorder import unrecorded
 from octavo.layers.latent_attention import LatentAttention
 from octavo.model_state.default import layer_contexts
 from octavo.models.base import Model
@@ -87,6 +88,7 @@ def _scales_of(layer: Attention | LatentAttention) -> tuple[torch.Tensor, torch.
 @torch.inference_mode()
 def _calibration_cache(model: Model, resolved: Resolved, plan: CachePlan) -> dict[int, torch.Tensor]:
     """What a fixed text leaves in a cache of the computing dtype, by layer: [blocks, heads, tokens, channels]."""
+    assert isinstance(model, torch.nn.Module), "models are trees of layers"
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     count = min(CALIBRATION_TOKENS, resolved.max_model_len)
     sizes = {table.kernel_block_size or 1 for table in plan.tables if table.backend} or {1}
@@ -134,7 +136,7 @@ def _calibration_cache(model: Model, resolved: Resolved, plan: CachePlan) -> dic
         written.append(ids[0].long())
     layers = layer_contexts(model.layer_specs, contexts, pool, _states_of(model, pool, positions))
     context = ForwardContext(layers=layers, tables=contexts, positions=positions)
-    with forward_context(context):
+    with forward_context(context), unrecorded(model):
         model.forward((positions * 7919 + 1) % model.arch.vocab_size, positions)
     return {layer: pool.views[layer][written[group]] for layer, group in enumerate(pool.group_of_layer) if group >= 0}
 

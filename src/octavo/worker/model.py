@@ -27,7 +27,7 @@ from octavo.layers.embedding import Embedding
 from octavo.models.base import Model
 from octavo.ops.gemm import LinearWeight
 from octavo.ops.native.memory import PACKED_WEIGHTS
-from octavo.speculate import Speculator, build_drafts, check_num_drafts, make_speculator, with_method
+from octavo.speculate import Speculator, build_drafts, check_ahead, check_num_drafts, make_speculator, with_method
 from octavo.startup.fresh_pages import FRESH_PAGES
 from octavo.startup.memory_plan import check_weights
 from octavo.worker.backends import capability
@@ -102,6 +102,7 @@ def check_drafts(speculator: Speculator, model: Model, resolved: Resolved) -> No
     has no scales for them.
     """
     check_num_drafts(speculator, resolved.speculative)
+    check_ahead(speculator, resolved.speculative)
     num_drafts = speculator.num_drafts
     if speculator.layer_specs and resolved.kv_cache_dtype != resolved.dtype:
         raise ConfigError(

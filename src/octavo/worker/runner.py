@@ -201,15 +201,24 @@ class Runner:
         return self._issue_laid_out(plan, self._lay_out(plan))
 
     def _issue_laid_out(self, plan: StepPlan, work: StepShape) -> PendingStep:
-        turn = self._turn
         try:
-            return self._issue_work(plan, work)
+            return self._try(plan, work)
         except ModError as error:
-            if self._turn != turn:  # else a graph's capture failed, which gathers nothing
-                self._take_back_turn()
             if work.has_drafts:  # a request may end before the place at which a mod fails: drafts are no reason to fail
                 return self._issue_laid_out(plan, work.without_drafts())
             return self._issue_sound(plan, work, error)
+
+    def _try(
+        self, plan: StepPlan, work: StepShape, failed: Mapping[int, str] | None = None, unsampled: IntArray = NO_INTS
+    ) -> PendingStep:
+        """`_issue_work`, which a ModError undoes."""
+        turn = self._turn
+        try:
+            return self._issue_work(plan, work, failed, unsampled)
+        except ModError:
+            if self._turn != turn:  # else a graph's capture failed, which gathers nothing
+                self._take_back_turn()
+            raise
 
     def _issue_work(
         self, plan: StepPlan, work: StepShape, failed: Mapping[int, str] | None = None, unsampled: IntArray = NO_INTS
@@ -283,17 +292,17 @@ class Runner:
 
         What the first try has stored of K and V is stored again.
         """
-        from octavo.attention.mods.failing import find_failing
+        from octavo.attention.mods.failing import leave_out_failing
 
-        places = np.arange(work.num_rows)
-        wrong = find_failing(places, error, lambda some: self._fails(work.only(some)))
-        failed = {int(work.rows[place]): MOD_FAILED for place in wrong}
-        unsampled = work.rows[np.intersect1d(work.sampling, wrong)]
-        sound = np.setdiff1d(places, wrong)
-        if len(sound):
-            return self._issue_work(plan, work.only(sound), failed, unsampled)
-        nothing, event = self._buffers.results[0, :0], self._events[self._turn ^ 1]  # what was tried may run yet
-        return PendingStep(plan.step, nothing, event=event, failed=failed, unsampled=unsampled)
+        def issue(sound: IntArray, wrong: list[int]) -> PendingStep:
+            failed = {int(work.rows[place]): MOD_FAILED for place in wrong}
+            unsampled = work.rows[[place for place in work.sampling if place in wrong]]
+            if len(sound):
+                return self._try(plan, work.only(sound), failed, unsampled)
+            nothing, event = self._buffers.results[0, :0], self._events[self._turn ^ 1]  # what was tried may run yet
+            return PendingStep(plan.step, nothing, event=event, failed=failed, unsampled=unsampled)
+
+        return leave_out_failing(work.num_rows, error, lambda some: self._fails(work.only(some)), issue)
 
     def _fails(self, part: StepShape) -> ModError | None:
         """What a step's part fails with. Nothing is committed."""

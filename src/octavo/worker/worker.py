@@ -37,6 +37,7 @@ from octavo.ops.arrivals import NO_ARRIVALS
 from octavo.ops.placement import placed_by
 from octavo.plan import StepPlan
 from octavo.speculate import NO_SPECULATOR, Speculator, make_speculator, with_method
+from octavo.speculate.drafter import load_speculator
 from octavo.startup import probe
 from octavo.startup.frontend import grammars_of
 from octavo.startup.memory_plan import sized_by
@@ -101,7 +102,7 @@ class Worker:
                 resolved = dataclasses.replace(resolved, speculative=with_method(resolved.speculative))
                 self._speculator = make_speculator(resolved.speculative)
             with placed_by(self._memory.allocator(WEIGHTS, always_kept=True)):
-                size += self._speculator.load(self._model, resolved)
+                size += load_speculator(self._speculator, self._model, resolved)
             models.check_drafts(self._speculator, self._model, resolved)
             self._opening.join()  # what it loads takes memory
         self._resolved = resolved
