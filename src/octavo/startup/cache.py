@@ -51,7 +51,7 @@ def plan_cache(
     """
     itemsize = ITEMSIZE[resolved.kv_cache_dtype]
     groups = make_groups(specs, resolved.block_size, itemsize, snapshot_interval=resolved.snapshot_interval)
-    names = backend_of_layers(resolved, len(specs))
+    names = backend_of_layers(resolved, len(specs), arch.layers_of_each)
     given, in_order = {facts.name: facts for facts in backends}, [resolved.attention_backend, *names]
     facts = {name: given[name] for name in in_order if name in names}  # whose preferences count first
     mixed_pages = pages_differ(groups, itemsize)
