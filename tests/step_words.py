@@ -7,16 +7,25 @@ from typing import Any
 
 import numpy as np
 
-from octavo.plan import NO_PROMPT_LOGPROBS, NewBlocks, PromptLogprobs, StepResult, TokenLogprobs
+from octavo.plan import NO_INTS, NO_PROMPT_LOGPROBS, IntArray, NewBlocks, PromptLogprobs, StepResult, TokenLogprobs
 
 
 def result_of(
-    step: int, rows: Sequence[int], tokens: Sequence[Sequence[int]], held: Container[int] = (), **fields: Any
+    step: int,
+    rows: Sequence[int],
+    tokens: Sequence[Sequence[int]],
+    held: Container[int] = (),
+    *,
+    num_drafts: IntArray = NO_INTS,
+    **fields: Any,
 ) -> StepResult:
-    """From a list of tokens per row. A row with none has not sampled; held: rows that have drawn nothing."""
+    """From a list of tokens per row. A row with none has not sampled; held: rows that have drawn nothing.
+
+    num_drafts: that the step verified, of its rows.
+    """
     sampled = [(row, own) for row, own in zip(rows, tokens, strict=True) if own or row in held]
     counts = np.array([len(own) for _, own in sampled], np.int64)
-    lines = np.zeros((len(sampled), max(counts, default=1)), np.int64)
+    lines = np.zeros((len(sampled), max([1, *counts, *(1 + num_drafts)])), np.int64)
     for line, (_, own) in zip(lines, sampled, strict=True):
         line[: len(own)] = own
     return StepResult(

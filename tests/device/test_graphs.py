@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from octavo.device.batch import BatchOrder, StepShape
-from octavo.device.graphs import ANY_LENGTH, EAGER, GraphKey, GraphPool, decode_keys, mixed_keys
+from octavo.device.graphs import ANY_LENGTH, EAGER, GraphKey, GraphPool, decode_keys, mixed_keys, verify_keys
 from octavo.device.request_table import RequestTable
 from octavo.device.staging import HostQueue
 from octavo.layers.decoder import num_unlike
@@ -296,6 +296,35 @@ def test_a_graph_without_memory_is_done_without(no_device: None, caplog: pytest.
     for _ in range(2):
         assert not pool.has(pool.dispatch(step), fail) or pool.dispatch(step).num_rows == 20
     assert pool.has(pool.dispatch(step), fail), "the largest was captured by the start"
+
+
+def test_a_plain_decode_step_is_tried_again_with_less(no_device: None) -> None:
+    """At the start or later: a drafter's stores may be what there is no room for. Other steps have none."""
+    tried: list[GraphKey] = []
+    is_heavy = True
+
+    def issue(key: GraphKey) -> torch.Tensor:
+        tried.append(key)
+        if is_heavy and key.is_decode:
+            raise torch.OutOfMemoryError("no room")
+        return torch.zeros(1)
+
+    def lighten(error: RuntimeError) -> bool:
+        nonlocal is_heavy
+        was, is_heavy = is_heavy, False
+        return was
+
+    pool = GraphPool([*decode_keys(20), *verify_keys(4, 100, lambda rows: 3)])
+    pool.capture_first(issue, lambda key: None, lambda key: None, lighten=lighten)
+    assert [key.num_rows for key in tried if not key.num_drafts] == [20, 20, 1]
+    is_heavy = True
+    whole = next(key for key in pool.missing_keys() if key.num_drafts and key.is_decode)
+    assert not pool.has(whole, issue) and tried.count(whole) == 1
+    key = pool.dispatch(work([1] * 5, is_decode=True))
+    assert pool.has(key, issue) and tried.count(key) == 2
+    is_heavy = True
+    with pytest.raises(torch.OutOfMemoryError):
+        GraphPool(decode_keys(20)).capture_first(issue, lambda key: None, lambda key: None)
 
 
 def test_a_capture_that_broke_leaves_the_pool_to_the_next_one(no_device: None, monkeypatch: pytest.MonkeyPatch) -> None:

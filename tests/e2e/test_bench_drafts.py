@@ -103,6 +103,11 @@ def test_workloads_of_a_group_of_one_name_no_least(capsys: pytest.CaptureFixture
             ["--workload", "none", "--drafts", '{"method": "ngram", "num_speculative_tokens": 4}', "--num-drafts", "3"],
             "--num-drafts 3: --drafts says num_speculative_tokens=4",
         ),
+        (
+            ["--workload", "none", "--num-drafts", "2"],
+            "--num-drafts 2: nothing drafts; add --oracle P or --drafts JSON",
+        ),
+        (["--workload", "none", "--fixed-depth"], "--fixed-depth: nothing drafts; add --oracle P or --drafts JSON"),
         (["--model", "octavo-tiny"], "--model octavo-tiny: it is compared with --drafts or --oracle"),
         (["--model", "octavo-tiny", "--shape", "tiny", "--oracle", "1"], "--shape tiny names another one"),
     ],

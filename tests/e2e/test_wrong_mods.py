@@ -30,7 +30,9 @@ from octavo.attention.mods.check import check_mods
 from octavo.attention.mods.failing import leave_out_failing
 from octavo.cache.specs import AttentionSpec
 from octavo.config.settings import ConfigError
+from octavo.plan import StepPlan, StepResult
 from octavo.request.validation import ParameterError
+from octavo.sched.drafts import Drafting
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "serve"))
@@ -181,6 +183,30 @@ def test_what_fails_in_a_step_ends_its_own_request(
     assert llm.generate([[7] * 30], wrong[0])[0].outputs[0].finish_reason == "error", "a step of nobody else"
     assert_idle(llm)
     assert llm.generate([prompts[0]], good[0])[0].outputs == alone[0]
+
+
+def test_drafts_of_a_step_that_fails_are_taken_away_and_not_counted(
+    make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mod may fail for a draft alone: the step is computed without any."""
+    seen: list[tuple[int, int]] = []
+    take_back = Drafting.take_back_rejected
+
+    def spy(drafting: Drafting, plan: StepPlan, result: StepResult, left: Any) -> None:
+        seen.append((result.tokens.shape[1], int((plan.num_drafts > 0).sum())))
+        take_back(drafting, plan, result, left)
+
+    monkeypatch.setattr(Drafting, "take_back_rejected", spy)
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "adaptive_depth": False}
+    llm = make_llm(**LIMITS, attention_backend="reference", attention_mods=FAILING, speculative_config=drafts)
+    good, wrong = (
+        SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, extra_args={"kinds": kinds})
+        for kinds in ([0], [0] * 14 + [3])
+    )
+    _, failed = llm.generate([[5] * 9, [7] * 9], [good, wrong])
+    assert failed.outputs[0].finish_reason == "error"
+    assert any(width == 1 and num_rows for width, num_rows in seen)
+    assert llm.engine.stats.num_drafts == sum(num_rows for width, num_rows in seen if width > 1) > 0
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -10,7 +10,7 @@ import pytest
 
 from octavo.kv_connector.orders import Order, Report
 from octavo.kv_connector.worker import mover
-from octavo.kv_connector.worker.mover import Job, Mover
+from octavo.kv_connector.worker.mover import Begun, Cancelled, Job, Mover
 
 
 class _Handler:
@@ -61,4 +61,24 @@ def test_orders_that_wait_for_each_other_are_under_way_once(num_threads: int, mo
     end_one()
     stats = moved.stats()
     assert (stats.saved_bytes, stats.save_seconds, stats.load_seconds) == (70, pytest.approx(4), 0)
+    moved.close()
+
+
+def test_a_load_that_cannot_be_dropped_takes_no_thread_with_it() -> None:
+    """Its lane has one: what comes behind would wait for ever."""
+
+    def is_cancelled() -> Report:
+        raise Cancelled
+
+    def fail() -> None:
+        raise OSError("the peer's socket")
+
+    handler = _Handler()
+    moved = Mover(handler, 10, start=lambda job: Begun(is_cancelled, fail) if job.order.number == 0 else None)
+    for number in range(2):
+        moved.begin(Order(number=number, is_load=True, blocks=[1], slots=[1]))
+    handler.may_end.release()
+    moved.wait(30)
+    assert [report.number for report in moved.take()] == [1]
+    assert moved.stats().num_errors == 1
     moved.close()

@@ -10,6 +10,8 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +21,14 @@ from hybrid_rig import HybridRig
 from loading import load_model
 from model_rig import Case, make_reference, narrowest_choice
 from octavo.attention.cpu import CpuBackend
+from octavo.attention.mods import NO_MODS
+from octavo.attention.mods.loading import mods_of_layers
 from octavo.checkpoint.config_reader.checkpoint import read_arch
 from octavo.checkpoint.config_reader.families import FAMILIES
 from octavo.layers import fusions
 from octavo.ops import native
 from octavo.ops.decoder import BoundDecoder
+from octavo.worker.facts import backend_of_layers
 
 TOLERANCE = 1e-5
 PROMPT = random.Random(0).choices(range(199), k=1100)
@@ -178,3 +183,20 @@ def test_what_stands_behind_a_mixer_is_one_operator_with_the_bits_of_its_lines(
     monkeypatch.setattr(fusions, "FUSIONS", ())
     model = load_model(read_arch(case.folder), case.folder, torch.float32)
     assert torch.equal(HybridRig(model, "cpu").run(PROMPT[:70], [64, 1, 5]), found)
+
+
+def test_a_layer_with_two_mixers_is_one_wherever_people_count_layers(tiny_case: Callable[[str], Case]) -> None:
+    """In the cache it has two places."""
+    model = tiny_case("falcon-h1").model
+    num, each = len(model.layer_specs), model.arch.layers_of_each
+    assert each == 2
+    for _, text in model.describe_layers([CpuBackend] * num):
+        assert text.startswith((f"layers 0-{num // 2 - 1}: ", f"layer {num // 2 - 1}: "))
+    resolved: Any = SimpleNamespace(attention_backend="cpu", layer_backends={"reference": [1]})
+    assert backend_of_layers(resolved, num, each) == ["cpu", "cpu", "reference", "reference"] + ["cpu"] * (num - 4)
+    resolved.layer_backends = {"reference": [num // 2]}
+    with pytest.raises(ValueError, match=f"names layer {num // 2}: the model has layers 0 to {num // 2 - 1}"):
+        backend_of_layers(resolved, num, each)
+    asked: list[int] = []
+    assert mods_of_layers(lambda layer: asked.append(layer), num, each) == [NO_MODS] * num
+    assert asked == list(range(num // 2))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import io
+import pickle
 import pkgutil
 import subprocess
 import sys
@@ -239,6 +241,13 @@ def test_a_copy_has_weights_of_its_own(model: Any, pack: rl.Pack) -> None:
         other.model.layers[2].mlp.down_proj.weight.mul_(2)
         assert not torch.equal(rl.logprobs(other, pack).logprobs, before)
         assert torch.equal(rl.logprobs(model, pack).logprobs, before)
+
+
+def test_a_pickle_of_it_is_refused_with_what_to_save_instead(model: Any) -> None:
+    for save in (lambda: pickle.dumps(model), lambda: torch.save(model, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"octavo.rl.convert has converted cannot be pickled: save its weights"):
+            save()
+    torch.save(model.state_dict(), io.BytesIO())
 
 
 def test_float32_masters_are_rounded_as_the_engine_rounds_them(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -154,6 +155,16 @@ class TestOperators:
         inputs = [torch.randn(33, 48), torch.randn(33, 48)]
         _compare(sigmoid_gated, lambda x, gate: x * gate.sigmoid(), inputs, dtype)
         _compare(sigmoid, torch.sigmoid, inputs[:1], torch.float32)
+
+
+@pytest.mark.parametrize("gate", [torch.ones(3, 8, dtype=torch.float64), torch.ones(3, 8).half(), torch.ones(3, 4)])
+def test_a_gate_of_another_kind_is_refused_by_name(gate: Tensor) -> None:
+    """Its bytes would be read as x's."""
+    x = torch.ones(3, 8)
+    with pytest.raises(ValueError, match=r"gated_norm: a gate must be of x's dtype and shape, torch.float32 \[3, 8\]"):
+        gated_norm(x, torch.ones(8), gate, 1e-6, 2, gates_first=True)
+    with pytest.raises(ValueError, match="sigmoid_gated: a gate must be .* got " + re.escape(f"{gate.dtype}")):
+        sigmoid_gated(x, gate)
 
 
 def test_weights_without_elements_are_not_sent() -> None:

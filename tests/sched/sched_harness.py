@@ -48,7 +48,7 @@ def chunked(chunk: int, block_size: int = BLOCK) -> CacheGroup:
 def states(
     chunk: int, block_size: int = BLOCK, *, interval: int = 1, blocks: int = 1, unit: int = BLOCK
 ) -> tuple[CacheGroup, CacheGroup]:
-    """Inputs and states of a layer. blocks: of an entry of either; unit: the smallest block size of all groups."""
+    """Inputs and states of a layer. blocks: of an entry of either; unit: see CacheGroup, and with drafts 1."""
     parts = dataclasses.replace(WHOLE_BLOCKS, blocks=blocks)
     return (
         CacheGroup(kind="inputs", chunk=chunk, block_size=block_size, layers=(0,), parts=parts),
@@ -369,6 +369,7 @@ class FakeWorker:
             prompt_logprobs=prompt_logprobs,
             failed=failed,
             held=held,
+            num_drafts=plan.num_drafts,
         )
 
     def _hold(self, row: _Row, num_drafts: int) -> None:

@@ -129,6 +129,13 @@ def test_who_enters_a_row_begins_anew() -> None:
     assert depth.of_rows(ROWS, 4, 1).tolist() == [4, 0]
 
 
+def verified(rows: np.ndarray, num_sampled: list[int], **fields: Any) -> StepResult:
+    """Of a step in which each row had 4 drafts."""
+    return StepResult(
+        step=0, rows=rows, tokens=np.zeros((len(rows), 5), np.int64), num_sampled=np.array(num_sampled), **fields
+    )
+
+
 @pytest.mark.parametrize(
     ("num_accepted", "lookahead", "is_said"), [(0, 4, True), (1, 4, False), (0, 0, False)], ids=["wrong", "", "n-grams"]
 )
@@ -139,14 +146,14 @@ def test_a_drafter_whose_drafts_are_hardly_ever_right_is_told_once(
     limits = StepLimits(max_num_drafts=4, num_lookahead=lookahead, **sizes)
     drafting = Drafting(limits, cast(Any, None), RequestRows(8, 5), cheap_tokens=0)
     plan: Any = SimpleNamespace(rows=ROWS, num_drafts=np.array([4, 4]))
-    result = StepResult(step=0, rows=ROWS, num_sampled=np.array([1 + num_accepted, 1]))
+    result = verified(ROWS, [1 + num_accepted, 1])
     with caplog.at_level(logging.WARNING, "octavo"):
-        for _ in range(15):
+        for _ in range(63):
             drafting.take_back_rejected(plan, result, {})
-        assert not caplog.messages, "120 drafts are too few to judge by"
+        assert not caplog.messages, "126 runs of 4 drafts are too few to judge by"
         for _ in range(30):
             drafting.take_back_rejected(plan, result, {})
-    said = [line for line in caplog.messages if "0 of the first 128 drafts were accepted" in line]
+    said = [line for line in caplog.messages if "of the first 128 runs of drafts 0 had one that was accepted" in line]
     assert len(said) == len(caplog.messages) == is_said
 
 
@@ -156,7 +163,7 @@ def test_drafts_behind_a_late_mask_are_neither_counted_nor_learned() -> None:
     limits = StepLimits(max_num_rows=8, max_num_tokens=64, max_model_len=64, max_num_drafts=4)
     drafting = Drafting(limits, cast(Any, None), RequestRows(8, 5), cheap_tokens=40)
     plan: Any = SimpleNamespace(rows=rows, num_drafts=np.array([4, 4, 4]))
-    result = StepResult(step=0, rows=rows, num_sampled=np.array([2, 0, 2]), held=rows[:2])
+    result = verified(rows, [2, 0, 2], held=rows[:2])
     for _ in range(40):
         drafting.take_back_rejected(plan, result, {})
     stats = drafting.stats
@@ -164,3 +171,26 @@ def test_drafts_behind_a_late_mask_are_neither_counted_nor_learned() -> None:
     assert stats.accepted_per_position == [80, 40, 0, 0]
     right, unknown, half = drafting.depth.of_rows(rows, 4, 8).tolist()
     assert right == unknown == 4 > half, "who was held is as good as new, or as its right drafts say"
+
+
+@pytest.mark.parametrize(
+    ("result", "counts"),
+    [
+        (verified(ROWS, [2, 3], failed={1: "nan_logits"}), (2, 4 + 2, 1 + 2)),
+        (StepResult(step=0, rows=ROWS, tokens=np.zeros((2, 1), np.int64), num_sampled=np.array([1, 1])), (0, 0, 0)),
+    ],
+    ids=["behind a failure", "taken away, as an attention mod failed"],
+)
+def test_drafts_that_were_not_judged_are_not_counted_as_rejected(
+    result: StepResult, counts: tuple[int, int, int]
+) -> None:
+    """Two rows of 4 drafts. What the plan counted as computed is taken back in any case."""
+    limits = StepLimits(max_num_rows=8, max_num_tokens=64, max_model_len=64, max_num_drafts=4)
+    rows = RequestRows(8, 5)
+    drafting = Drafting(limits, cast(Any, None), rows, cheap_tokens=40)
+    rows.num_known[ROWS] = 20
+    plan: Any = SimpleNamespace(rows=ROWS, num_drafts=np.array([4, 4]))
+    drafting.take_back_rejected(plan, result, {})
+    stats = drafting.stats
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == counts
+    assert rows.num_known[ROWS].tolist() == (20 - 5 + result.num_sampled).tolist()

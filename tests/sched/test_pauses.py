@@ -23,7 +23,7 @@ def decode(scheduler: Scheduler, num_steps: int, *, in_flight: int) -> list[int]
             room = SIZE * len(scheduler.kv.tables(request)[0])
             assert room >= request.num_computed + AHEAD, f"step {number}: a drafter would write to somebody's block"
         rows = plan.rows.tolist()
-        outstanding.append((plan, result_of(plan.step, rows, [[7]] * len(rows))))
+        outstanding.append((plan, result_of(plan.step, rows, [[7]] * len(rows), num_drafts=plan.num_drafts)))
         if len(outstanding) > in_flight:
             scheduler.update(*outstanding.pop(0))
     return depths

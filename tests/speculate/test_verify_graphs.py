@@ -14,6 +14,7 @@ from octavo.frontend.engine import Engine
 from octavo.request.sampling_params import SamplingParams
 
 K = 3
+EAGLE = {"method": "eagle3", "model": "octavo-tiny-eagle3", "num_speculative_tokens": K}
 WORDS = [[17, 40, 17, 40, 17, 40, 9], [5, 6, 7, 8] * 4, list(range(30, 49)), [11] * 12]
 
 
@@ -83,6 +84,32 @@ def test_S_13_a_chunk_of_a_prompt_never_takes_the_graph() -> None:
     assert found == expected
     tokens = [key.num_tokens for key in graphs.replayed if key.num_drafts]
     assert tokens and max(tokens) <= (1 + K) * 2
+
+
+def accepted_behind_plain_steps(*, leaves: bool) -> tuple[int, bool]:
+    """How many drafts of one row were accepted behind steps of 26; whether graphs stored what the drafter keeps."""
+    engine = make_engine(max_num_seqs=26, kv_cache_memory_bytes=32 << 20, speculative_config=EAGLE)
+    runner, stored = runner_of(engine), []
+    runner._graphs = EagerGraphs(runner, decode_keys(26))
+    propose = runner._drafter.propose
+
+    def spy(*args: Any, for_capture: bool = False) -> None:
+        stored.append(for_capture)
+        propose(*args, for_capture=for_capture)
+
+    runner._drafter.propose = spy
+    if leaves:
+        assert [runner._drafter.leave_graphs(RuntimeError("no room")) for _ in range(2)] == [True, False]
+    answers(engine, [params(max_tokens=8)] * 25 + [params(max_tokens=32)])
+    accepted = engine.stats.num_accepted_tokens
+    engine.close()
+    return accepted, any(stored)
+
+
+def test_where_no_graph_could_be_captured_with_a_drafters_stores_steps_store_behind_it() -> None:
+    accepted, within = accepted_behind_plain_steps(leaves=False)
+    assert accepted and within
+    assert accepted_behind_plain_steps(leaves=True) == (accepted, False)
 
 
 def test_a_row_count_has_two_graphs_as_deep_as_its_batch() -> None:

@@ -200,6 +200,9 @@ def _add_drafts(parser: Parser) -> None:
 def _drafts(parser: Parser, arguments: argparse.Namespace) -> speculation.Drafts | None:
     """What is to be compared with plain decoding; None: nothing."""
     if arguments.oracle is None and not arguments.drafts:
+        if arguments.num_drafts is not None or arguments.fixed_depth:
+            option = "--fixed-depth" if arguments.num_drafts is None else f"--num-drafts {arguments.num_drafts}"
+            parser.error(f"{option}: nothing drafts; add --oracle P or --drafts JSON")
         return None
     if arguments.oracle is not None and not 0 <= arguments.oracle <= 1:
         parser.error(f"--oracle {arguments.oracle}: a probability is from 0 to 1")

@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
             arch,
             resolved,
             built.specs,
-            backend_facts(resolved, len(built.specs)),
+            backend_facts(resolved, len(built.specs), arch.layers_of_each),
             free_bytes=free,
             total_bytes=total,
             weight_bytes=built.weight_bytes,
@@ -154,8 +154,8 @@ def _build(arch: Arch, config: EngineConfig, resolved: Resolved) -> tuple[list[t
     from octavo.checkpoint.loader import weight_bytes
     from octavo.worker import model as models
 
-    model, resolved = models.build(arch, config, resolved, mods_of(config, arch.num_layers))
-    layers = model.describe_layers(backend_classes(resolved, arch.num_layers))
+    model, resolved = models.build(arch, config, resolved, mods_of(config, arch))
+    layers = model.describe_layers(backend_classes(resolved, arch.num_layers, arch.layers_of_each))
     speculator, num_bytes, resolved = models.build_speculator(model, resolved)
     if num_bytes is None:
         _LOG.warning("the memory plan lacks what %s loads: it has no `build`", resolved.speculative.method)

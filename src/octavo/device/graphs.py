@@ -96,6 +96,11 @@ def _nothing(_: GraphKey) -> None:
     """No key asks for anything."""
 
 
+def _not(_: RuntimeError) -> bool:
+    """Steps do what they do."""
+    return False
+
+
 def verify_keys(max_num_rows: int, max_num_tokens: int, num_drafts: Callable[[int], int]) -> list[GraphKey]:
     """Steps in which every row verifies drafts, as many as `num_drafts` says of so many rows: two for each row count.
 
@@ -130,6 +135,7 @@ class GraphPool:
         self._stream: torch.cuda.Stream | None = None  # of all captures, for libraries keep memory by stream
         self._pool: Any = None
         self._load: Callable[[GraphKey], object] = _nothing
+        self._lighten: Callable[[RuntimeError], bool] = _not
 
     def capture_first(
         self,
@@ -137,15 +143,18 @@ class GraphPool:
         rehearse: Callable[[GraphKey], object],
         reserve: Callable[[GraphKey], object],
         load: Callable[[GraphKey], object] = _nothing,
+        lighten: Callable[[RuntimeError], bool] = _not,
     ) -> None:
         """Capture `issue(key)` for the first keys, before any step.
 
         What `issue` returns, `replay` gives. Memory of the pool that it returns is not kept: it holds until the next
         replay. `rehearse(key)` launches every kernel that `issue(key)` does, and has no effect while tables are empty;
         `reserve(key)` lets whatever grows with a key grow, for a capture is no time for that; nor for what `load(key)`
-        does, ahead of every later one.
+        does, ahead of every later one. `lighten(error)`: whether `issue` of plain decode steps does less from now on,
+        so that one whose capture raised `error` is worth a second try.
         """
-        self._pool, self._stream, self._load = torch.cuda.graph_pool_handle(), torch.cuda.Stream(), load
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._load, self._lighten = load, lighten
         captures.wait_for_device()
         with torch.cuda.stream(self._stream):
             for key in self.first_keys():
@@ -194,6 +203,14 @@ class GraphPool:
         return key in self._graphs
 
     def _capture(self, key: GraphKey, issue: Issue) -> None:
+        try:
+            self._capture_once(key, issue)
+        except RuntimeError as error:
+            if not key.is_decode or key.num_drafts or not self._lighten(error):
+                raise
+            self._capture_once(key, issue)
+
+    def _capture_once(self, key: GraphKey, issue: Issue) -> None:
         is_marked = leaving.is_asked()
         graph = torch.cuda.CUDAGraph(keep_graph=True) if is_marked else torch.cuda.CUDAGraph()
         with captures.capturing():

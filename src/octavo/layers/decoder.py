@@ -64,9 +64,9 @@ class Decoder:
         """Whether somebody reads what enters one of these layers."""
         return any(self._first <= layer < self._first + len(self._layers) for layer in context.taps.layers)
 
-    def describe(self, backends: Sequence[type[AttentionBackend]]) -> list[tuple[str, str]]:
-        """(steps, what runs the lines of which layers), of layers that `backends` attend for."""
-        return describe(self._layers, backends, is_norm_plain=_is_plain(self._norm))
+    def describe(self, backends: Sequence[type[AttentionBackend]], layers_of_each: int = 1) -> list[tuple[str, str]]:
+        """(steps, what runs the lines of which published layers: see Arch), of layers that `backends` attend for."""
+        return describe(self._layers, backends, layers_of_each, is_norm_plain=_is_plain(self._norm))
 
     def _bind(self, contexts: Sequence[LayerContext]) -> None:
         """To an engine's layers, seen for the first time."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor, nn
@@ -420,19 +420,31 @@ _CLASSES = {
 
 
 def describe(
-    layers: Sequence[LayerLines], backends: Sequence[type[AttentionBackend]], *, is_norm_plain: bool
+    layers: Sequence[LayerLines],
+    backends: Sequence[type[AttentionBackend]],
+    layers_of_each: int = 1,
+    *,
+    is_norm_plain: bool,
 ) -> list[tuple[str, str]]:
-    """(steps and layers, what runs their lines), for people. is_norm_plain: operators know the last norm."""
+    """(steps and layers, what runs their lines), for people. layers_of_each: `layers` in a published one.
+
+    is_norm_plain: operators know the last norm.
+    """
     if is_norm_plain and runs_whole(layers, backends):
-        return [("all steps", f"layers 0-{len(layers) - 1} and the last norm: ops.decoder, one native call")]
+        return [
+            (
+                "all steps",
+                f"layers 0-{len(layers) // layers_of_each - 1} and the last norm: ops.decoder, one native call",
+            )
+        ]
     rows = []
     for name, batch in _CLASSES.items():
         if batch.in_graph and not any(backend.capability.graphs for backend in backends):
             continue
         asked = list(zip(layers, backends, strict=True))[-1 if batch.is_narrowed else 0 :]
-        texts: dict[str, list[int]] = {}
+        texts: dict[str, dict[int, None]] = {}  # text -> published layers, in order
         for layer, backend in asked:
-            texts.setdefault(_parts(layer, backend, batch), []).append(layer.index)
+            texts.setdefault(_parts(layer, backend, batch), {})[layer.index // layers_of_each] = None
         rows += [(name, f"{_numbers(own)}: {text}") for text, own in texts.items()]
     return rows
 
@@ -445,7 +457,7 @@ def _parts(layer: LayerLines, backend: type[AttentionBackend], batch: BatchClass
     return "; ".join(f"{lines} -> {name}" for lines, name in texts)
 
 
-def _numbers(layers: Sequence[int]) -> str:
+def _numbers(layers: Collection[int]) -> str:
     """`layer 3`, or `layers 0-2, 5`."""
     runs: list[list[int]] = []
     for number in layers:

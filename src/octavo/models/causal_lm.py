@@ -73,7 +73,7 @@ class CausalLM(Layer):
         """See models.base.Model."""
         if not self.waits_by_layer:
             return [("all steps", "the family's own run over its layers")]
-        return self._decoder.describe(backends)
+        return self._decoder.describe(backends, self.arch.layers_of_each)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits in float32, soft-capped if the checkpoint asks for it."""

@@ -8,12 +8,13 @@ any model. Invariant: a sequence's logits and log-probabilities have the bits of
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -126,8 +127,21 @@ def _replace(module: nn.Module, forward: Callable[..., Any]) -> None:
     It is a method of the module, as a class's own is: libraries that wrap a forward and unwrap it again find it.
     """
     untraced = torch.compiler.disable(_call, reason="octavo.rl has operators of its own")
-    module.__dict__[_KEPT] = functools.partial(untraced, forward)
+    module.__dict__[_KEPT] = _Kept(untraced, forward)
     module.__dict__["forward"] = types.MethodType(_converted, module)
+
+
+class _Kept(functools.partial[Any]):
+    """What the forward of a module became."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
+        return _Kept(self.func, *copy.deepcopy(self.args, memo))
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a model that octavo.rl.convert has converted cannot be pickled: save its weights (save_pretrained, or its "
+            "state_dict), and convert the model that loads them"
+        )
 
 
 def _call(forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:

@@ -100,7 +100,9 @@ def plan_of(
     model = cast(Model, ARCHITECTURES.resolve(name)(arch, dtype))
     specs = _specs_of(model, arch, name, state_dtype)
     names = _names(model)
-    own_mods = mods_of_layers(mods, arch.num_layers) if mods is not None else [NO_MODS] * arch.num_layers
+    own_mods = [NO_MODS] * arch.num_layers
+    if mods is not None:
+        own_mods = mods_of_layers(mods, arch.num_layers, arch.layers_of_each)
     layers = []
     for index, kind in enumerate(arch.layers):
         prefix = f"layers.{index}."

@@ -52,6 +52,7 @@ class Drafter:
         self._is_ours = _is_ours(speculator)
         self._vocab_size = 0 if self._is_ours else vocab_size
         self._is_told = False
+        self._stores_within = self._is_ours and len(speculator.layer_specs) > 0
 
     @property
     def is_on(self) -> bool:
@@ -64,8 +65,17 @@ class Drafter:
 
     def is_within(self, num_drafts: int) -> bool:
         """Whether graphs of steps in which each row verifies so many drafts hold its proposing; of 0, its stores."""
-        captures = self._speculator.captures
-        return captures if num_drafts else captures and self._is_ours and len(self._speculator.layer_specs) > 0
+        return self._speculator.captures and (num_drafts > 0 or self._stores_within)
+
+    def leave_graphs(self, error: RuntimeError) -> bool:
+        """A plain step's graph could not be captured: from now on none holds stores. False where none did before.
+
+        Those that were captured before store as they did, and what is stored behind them again is the same.
+        """
+        did, self._stores_within = self.is_within(0), False
+        if did:
+            _LOG.warning("graphs of plain steps are captured without the drafter's stores: %s", describe(error))
+        return did
 
     def propose(
         self, batch: Batch, sample_of: torch.Tensor, depth: int, seq_lens: IntArray, *, for_capture: bool = False

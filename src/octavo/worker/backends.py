@@ -30,19 +30,19 @@ def capability(name: str) -> Capability:
     return found
 
 
-def backend_facts(resolved: Resolved, num_layers: int) -> list[BackendFacts]:
+def backend_facts(resolved: Resolved, num_layers: int, layers_of_each: int = 1) -> list[BackendFacts]:
     """What the backends of the layers state. Raises ConfigError."""
     found = []
-    for name in dict.fromkeys(backend_of_layers(resolved, num_layers)):
+    for name in dict.fromkeys(backend_of_layers(resolved, num_layers, layers_of_each)):
         facts = capability(name)
         wrong = "" if resolved.device in facts.devices else wrong_device(name, facts, resolved.device)
         found.append(BackendFacts(name, facts.layouts, facts.kernel_block_sizes, facts.reads_uninitialized, wrong))
     return found
 
 
-def backend_classes(resolved: Resolved, num_layers: int) -> list[type[AttentionBackend]]:
+def backend_classes(resolved: Resolved, num_layers: int, layers_of_each: int) -> list[type[AttentionBackend]]:
     """Of each layer."""
-    return [BACKENDS.resolve(name) for name in backend_of_layers(resolved, num_layers)]
+    return [BACKENDS.resolve(name) for name in backend_of_layers(resolved, num_layers, layers_of_each)]
 
 
 def compiles_ahead(resolved: Resolved, names: Sequence[str], specs: Iterable[LayerSpec] = ()) -> bool:

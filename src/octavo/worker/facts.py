@@ -44,16 +44,20 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str  # its name; empty: none
 
 
-def backend_of_layers(resolved: Resolved, num_layers: int) -> list[str]:
-    """The name of each layer's backend. Raises ValueError for a layer that the model has not."""
-    names = [resolved.attention_backend] * num_layers
+def backend_of_layers(resolved: Resolved, num_layers: int, layers_of_each: int) -> list[str]:
+    """The name of each layer's backend. Raises ValueError for a layer that the model has not.
+
+    layers_of_each: see Arch. The settings name published layers.
+    """
+    names, last = [resolved.attention_backend] * num_layers, num_layers // layers_of_each - 1
     for name, layers in resolved.layer_backends.items():
         for layer in layers:
-            if not 0 <= layer < num_layers:
+            if not 0 <= layer <= last:
                 raise ValueError(
-                    f"attention_config layer_backends names layer {layer}: the model has layers 0 to {num_layers - 1}"
+                    f"attention_config layer_backends names layer {layer}: the model has layers 0 to {last}"
                 )
-            names[layer] = name
+            first = layer * layers_of_each
+            names[first : first + layers_of_each] = [name] * layers_of_each
     return names
 
 

@@ -124,7 +124,8 @@ def check_drafts(speculator: Speculator, model: Model, resolved: Resolved) -> No
 
 def try_mods(model: Model, mods: Sequence[AttentionMods], resolved: Resolved) -> None:
     """Evaluate the mods as far as that is possible without a request. Raises ConfigError."""
-    slack = max(capability(name).hint_slack for name in backend_of_layers(resolved, len(mods)))
+    names = backend_of_layers(resolved, len(mods), model.arch.layers_of_each)
+    slack = max(capability(name).hint_slack for name in names)
     pairs = zip(mods, model.layer_specs, strict=True)
     layers = [(own, spec) for own, spec in pairs if isinstance(spec, AttentionSpec)]
     check_mods(layers, request_fields_of(model.layer_specs), resolved.max_model_len, resolved.device, slack)

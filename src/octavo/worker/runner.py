@@ -108,6 +108,7 @@ class Runner:
             functools.partial(self._record, warmup_only=True),
             reserve=lambda key: self._prepare(self._batch_of(key)),
             load=self._load,
+            lighten=self._drafter.leave_graphs,
         )
         self._buffers.turn.zero_()
         if not self._graphs.missing_keys():

@@ -82,7 +82,7 @@ class Worker:
     def open(self, arch: Arch) -> DeviceFacts:
         """The device's facts. Raises ConfigError for mods that `arch` cannot have: before anything that takes long."""
         self._arch, self._device = arch, probe.device_facts(self._config.device)
-        self._mods = mods_of(self._config, arch.num_layers)
+        self._mods = mods_of(self._config, arch)
         return self._device
 
     def load(self, resolved: Resolved, folder: Path) -> WorkerFacts:
@@ -107,7 +107,7 @@ class Worker:
             self._opening.join()  # what it loads takes memory
         self._resolved = resolved
         specs = (*self._model.layer_specs, *self._speculator.layer_specs)
-        backends = backend_facts(resolved, len(specs))
+        backends = backend_facts(resolved, len(specs), self._arch.layers_of_each)
         free_bytes, total_bytes = memory_of(resolved)
         return WorkerFacts(
             resolved=resolved,

@@ -14,6 +14,7 @@ from octavo.attention.base import BACKENDS
 from octavo.attention.mods import NO_MODS, PROMPT_LENGTH, AttentionMods, NativeForm, and_, within_prompt
 from octavo.attention.mods.loading import load_mods, mods_of_layers
 from octavo.cache.specs import AttentionSpec, LayerSpec, attention_specs
+from octavo.checkpoint.arch import Arch
 from octavo.config.engine_config import EngineConfig, Resolved, asked_backend
 from octavo.config.settings import ConfigError
 from octavo.request.fields import FieldSpec
@@ -21,12 +22,12 @@ from octavo.request.fields import FieldSpec
 _LOG = logging.getLogger(__name__)
 
 
-def mods_of(config: EngineConfig, num_layers: int) -> list[AttentionMods]:
+def mods_of(config: EngineConfig, arch: Arch) -> list[AttentionMods]:
     """Per layer the mods that `config.attention_mods` names. Raises ConfigError."""
     if config.attention_mods is None:
-        return [NO_MODS] * num_layers
+        return [NO_MODS] * arch.num_layers
     try:
-        return mods_of_layers(load_mods(config.attention_mods), num_layers)
+        return mods_of_layers(load_mods(config.attention_mods), arch.num_layers, arch.layers_of_each)
     except ValueError as error:
         raise ConfigError("attention_mods", config.attention_mods, str(error)) from None
 

@@ -104,12 +104,15 @@ def _load_file(place: str) -> Any:
     return module
 
 
-def mods_of_layers(wish: PerLayer, num_layers: int) -> list[AttentionMods]:
-    """Per layer its mods. Raises ValueError for a function that fails, and for its answer of another kind."""
+def mods_of_layers(wish: PerLayer, num_layers: int, layers_of_each: int = 1) -> list[AttentionMods]:
+    """Per layer its mods; a function is asked for each published layer, which is `layers_of_each` of them: see Arch.
+
+    Raises ValueError for a function that fails, and for its answer of another kind.
+    """
     if isinstance(wish, AttentionMods):
         return [wish] * num_layers
     per_layer = []
-    for layer in range(num_layers):
+    for layer in range(num_layers // layers_of_each):
         with _told(f"attention_mods of layer {layer} fails"):
             mods = wish(layer)
         mods = NO_MODS if mods is None else mods
@@ -117,7 +120,7 @@ def mods_of_layers(wish: PerLayer, num_layers: int) -> list[AttentionMods]:
             raise ValueError(
                 f"attention_mods of layer {layer} must be AttentionMods or None, got {type(mods).__name__}"
             )
-        per_layer.append(mods)
+        per_layer += [mods] * layers_of_each
     return per_layer
 
 

@@ -347,7 +347,11 @@ class Mover:
 
     def _drop(self, job: Job) -> None:
         if job.begun:
-            job.begun.drop()
+            try:
+                job.begun.drop()
+            except BaseException as error:  # of a socket, say: its thread goes on, and its lane has an order less
+                text = f"what was left of a load that was cancelled failed: {describe(error)}"
+                self.troubles.tell(f"drop {said(error)}", text)
         with self._lock:
             self._end(job.order)
 

@@ -90,14 +90,17 @@ def mamba2(
 def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float, num_groups: int, *, gates_first: bool) -> Tensor:
     """The RMS norm of each group of channels of silu(gate) * x, or silu(gate) times that of x: x, gate [tokens, size].
 
-    weight: [size], or [size / num_groups] if the gate comes last.
+    weight: [size], or [size / num_groups] if the gate comes last. Raises ValueError for a gate of another dtype or
+    shape than x's.
     """
+    _check_gate("gated_norm", x, gate)
     result: Tensor = apply(_GatedNorm, x, weight, gate, eps, num_groups, gates_first)
     return result
 
 
 def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
-    """sigmoid(gate) * x: both [tokens, size], of one dtype."""
+    """sigmoid(gate) * x: both [tokens, size]. Raises ValueError for a gate of another dtype or shape than x's."""
+    _check_gate("sigmoid_gated", x, gate)
     result: Tensor = apply(_SigmoidGated, x, gate)
     return result
 
@@ -106,6 +109,15 @@ def sigmoid(x: Tensor) -> Tensor:
     """Of float32, of any shape."""
     result: Tensor = apply(_Sigmoid, x)
     return result
+
+
+def _check_gate(what: str, x: Tensor, gate: Tensor) -> None:
+    """Operators read a gate's bytes as x's."""
+    if (gate.dtype, gate.shape) != (x.dtype, x.shape):
+        raise ValueError(
+            f"octavo.rl's {what}: a gate must be of x's dtype and shape, {x.dtype} {list(x.shape)}, got {gate.dtype} "
+            f"{list(gate.shape)}"
+        )
 
 
 def _of_pack(pack: Pack, spec: StateSpec, dtype: torch.dtype) -> tuple[StateBackend, LayerStates]:

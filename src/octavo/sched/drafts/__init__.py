@@ -21,7 +21,7 @@ from octavo.sched.kv_manager import KVManager
 from octavo.sched.work import Issued, PlanBuilder
 
 _LOG = logging.getLogger(__name__)
-_ENOUGH, _HARDLY_ANY = 128, 0.02  # drafts to judge a drafter by, and the share of accepted ones that is none
+_ENOUGH, _HARDLY_ANY = 128, 0.02  # rows' steps to judge a drafter by, and the share with a right draft that is none
 
 
 class DraftStats(msgspec.Struct):
@@ -42,7 +42,7 @@ class Drafting:
         self.depth = Depth(limits, cheap_tokens)
         self._verified = np.zeros((self.most + 1, self.most + 2), np.int64)  # [judged, tokens]: how often in a row
         self._adapts = cheap_tokens > 0
-        # By its first drafts; not one without layers, as n-grams: what it finds is the text's, and costs little.
+        # By its first runs; not one without layers, as n-grams: what it finds is the text's, and costs little.
         self._is_judged = not self.lookahead
         self._kv, self._rows = kv, rows
         self._ahead = self.most  # as many were proposed behind the last plan
@@ -79,7 +79,7 @@ class Drafting:
 
     def has_room(self, at: IntArray) -> bool:
         """Whether enough blocks are free that drafts of the rows `at` make none of them wait."""
-        kv, num_ahead = self._kv, self._ahead + self.lookahead
+        kv, num_ahead = self._kv, self._ahead + max(self.lookahead, self._kv.num_ahead)
         if kv.num_free_blocks >= len(at) * kv.num_groups * (2 + num_ahead // kv.block_size):
             return True
         # states take many blocks, and few rows are about to end a chunk
@@ -152,10 +152,13 @@ class Drafting:
             rows, rejected = rows[here], rejected[here]
         self._rows.num_known[rows] -= rejected
         self._rows.num_computed[rows] -= rejected
+        if result.tokens.shape[1] == 1:  # the step ran without its drafts, for an attention mod failed
+            return
         judged, tokens = drafted, result.num_sampled
-        if len(result.held):  # no draft behind a late mask was judged, all before it were accepted
+        if len(result.held) or result.failed:  # no draft behind a late mask or a failure was judged, all before it were
             is_held = np.isin(result.rows, result.held)
-            judged, tokens = np.where(is_held, tokens, drafted), tokens + is_held
+            tokens = tokens + is_held
+            judged = np.where(is_held | np.isin(result.rows, [*result.failed]), tokens - 1, drafted)
         shape = self._verified.shape
         runs = np.bincount(judged * shape[1] + tokens, minlength=self._verified.size)
         self._verified += runs.reshape(shape)
@@ -168,15 +171,18 @@ class Drafting:
             self.depth.learn(result.rows[some], judged[some], tokens[some] - 1)
 
     def _judge(self) -> None:
-        """Say once that hardly any draft is accepted: of another model's drafter all sizes may fit."""
+        """Say once that hardly any run of drafts begins right: of another model's drafter all sizes may fit.
+
+        Of a run, not of its tokens: behind a wrong draft none is right, however good the drafter is.
+        """
         stats = self.stats
-        self._is_judged = stats.num_draft_tokens >= _ENOUGH
-        if self._is_judged and stats.num_accepted_tokens < _HARDLY_ANY * stats.num_draft_tokens:
+        self._is_judged = stats.num_drafts >= _ENOUGH
+        if self._is_judged and stats.accepted_per_position[0] < _HARDLY_ANY * stats.num_drafts:
             _LOG.warning(
-                "%d of the first %d drafts were accepted: the drafter hardly suits this model or these texts; take "
-                "another one, or leave speculative_config out (see docs/speculation.md)",
-                stats.num_accepted_tokens,
-                stats.num_draft_tokens,
+                "of the first %d runs of drafts %d had one that was accepted: the drafter hardly suits this model or "
+                "these texts; take another one, or leave speculative_config out (see docs/speculation.md)",
+                stats.num_drafts,
+                stats.accepted_per_position[0],
             )
 
 
