@@ -86,6 +86,7 @@ def test_tokens_are_those_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             for requests in rounds
         ]
     monkeypatch.setattr(policies, "MOST_SNAPSHOTS", 2)  # a prompt of three chunks is cut, not one of nine
+    monkeypatch.setattr(policies, "CUT_TOKENS", 0)
     num_preemptions = 0
     for settings in SETTINGS.values():
         with LLM(**own | CUTS | settings) as llm:

@@ -92,6 +92,7 @@ class CutsMachine(SchedulerMachine):
 @pytest.mark.parametrize("most_snapshots", [1, 2])
 def test_prompts_are_cut_beside_anything(most_snapshots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies, "MOST_SNAPSHOTS", most_snapshots)
+    monkeypatch.setattr(policies, "CUT_TOKENS", 0)
     health = [HealthCheck.too_slow, HealthCheck.filter_too_much]
     run_state_machine_as_test(
         CutsMachine,
@@ -125,6 +126,7 @@ def walk(seed: int, num_steps: int) -> World:
 def test_random_walks_that_cut(most_snapshots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are cut there, some of them beside a preemption, and beside rows that decode: else they prove little."""
     monkeypatch.setattr(policies, "MOST_SNAPSHOTS", most_snapshots)
+    monkeypatch.setattr(policies, "CUT_TOKENS", 0)
     monkeypatch.setattr("octavo.sched.results._FEW", most_snapshots % 4)
     worlds = [walk(seed, 250) for seed in range(20)]
     drivers = [world.driver for world in worlds]

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.cache import policies
 from octavo.cache.groups import CacheGroup
-from octavo.cache.policies import MOST_SNAPSHOTS, make_policies
+from octavo.cache.policies import CUT_TOKENS, MOST_SNAPSHOTS, make_policies
 from octavo.sched.kv_manager import KVManager
 from sched_harness import Driver, full, make_request, make_scheduler, nothing, sliding, states
 from test_preemption import preempt_at_next_growth
@@ -98,7 +99,7 @@ def test_a_step_passes_so_many_kept_borders_that_all_are_kept(interval: int) -> 
         done += int(driver.step().num_tokens.sum())
         ends.append(done)
     step = 16 * interval
-    most = MOST_SNAPSHOTS * step
+    most = max(MOST_SNAPSHOTS, CUT_TOKENS // max(step, 1)) * step
     assert ends == ([*range(most, 900 - step, most), 900] if interval else [900])
     for length in range(20, 900, 37) if interval else (900,):
         kept = (length - 1) // step * step if interval else (length - 1) // 16 * 16
@@ -110,6 +111,7 @@ def test_a_step_passes_so_many_kept_borders_that_all_are_kept(interval: int) -> 
 @pytest.mark.parametrize("num_steps", range(1, 5))
 def test_a_row_that_is_preempted_beside_a_prompt_that_is_cut_does_not_sample(num_steps: int, depth: int, monkeypatch):
     """The prompt's row does not sample in such a step: places among rows are none among those that sample."""
+    monkeypatch.setattr(policies, "CUT_TOKENS", 0)
     groups = (full(), *states(16, interval=1))
     driver = make_driver(groups)
     first, second = make_request(900, 6), make_request(20, 40)

@@ -14,6 +14,7 @@ from collections.abc import Container, Sequence
 from octavo.cache.groups import CacheGroup
 
 MOST_SNAPSHOTS = 8  # states that a step keeps of one row, beside its last ones: what a pool must have room for
+CUT_TOKENS = 512  # or those of so many tokens, where that is more: states that are kept more often are small ones
 
 
 def cdiv(a: int, b: int) -> int:
@@ -154,6 +155,7 @@ class StatePolicy(Policy):
         """See Policy."""
         super().__init__(group)
         self._interval, self._unit = group.interval, group.unit
+        self._most = max(MOST_SNAPSHOTS, CUT_TOKENS // (max(self._interval, 1) * self._size))
 
     def first_needed(self, position: int) -> int:
         """See Policy."""
@@ -169,7 +171,7 @@ class StatePolicy(Policy):
     def peak_entries(self, num_tokens: int, max_new: int) -> int:
         """See Policy. What is read, by a row that may be a chunk back, and what a step writes."""
         most = cdiv(num_tokens, self._unit) * self._unit // self._size
-        return min(most, 3 + min(cdiv(max_new + self._unit, self._size) + 1, MOST_SNAPSHOTS + 4))
+        return min(most, 3 + min(cdiv(max_new + self._unit, self._size) + 1, self._most + 4))
 
     def cut(self, start: int, end: int) -> int:
         """See Policy. A step passes so many kept borders that it keeps them all."""
@@ -177,14 +179,14 @@ class StatePolicy(Policy):
             return end
         step = self._interval * self._size
         first = (start // step + 1) * step
-        return end if end < first + MOST_SNAPSHOTS * step else first + (MOST_SNAPSHOTS - 1) * step
+        return end if end < first + self._most * step else first + (self._most - 1) * step
 
     def is_written(self, index: int, low: int) -> bool:
         """See Policy. The borders around the row's last token, and the last of those that are kept before them."""
         last = (low - 1) // self._size - 1
         if index >= last:
             return True
-        return self._is_snapshot(index) and index >= last - MOST_SNAPSHOTS * self._interval
+        return self._is_snapshot(index) and index >= last - self._most * self._interval
 
     def keeps(self, index: int, num_prompt: int) -> bool:
         """See Policy."""
