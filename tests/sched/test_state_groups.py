@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.cache import policies
-from octavo.cache.groups import CacheGroup
+from octavo.cache.groups import CacheGroup, tokens_ahead
+from octavo.cache.parts import WHOLE_BLOCKS
 from octavo.cache.policies import CUT_TOKENS, MOST_SNAPSHOTS, make_policies
 from octavo.sched.kv_manager import KVManager
-from sched_harness import Driver, full, make_request, make_scheduler, nothing, sliding, states
+from sched_harness import Driver, full, make_request, make_scheduler, nothing, sliding, smallest_pool, states
 from test_preemption import preempt_at_next_growth
 
 HYBRID = (full(), sliding(6), *states(16, blocks=3))
@@ -28,7 +29,7 @@ def run_one(driver: Driver, prompt: list[int], max_tokens: int = 1) -> int:
 
 
 def make_driver(groups: tuple[CacheGroup, ...], **options) -> Driver:
-    return Driver(make_scheduler(groups, max_model_len=1024, max_num_batched_tokens=1024, **options), groups)
+    return Driver(make_scheduler(groups, **{"max_model_len": 1024, "max_num_batched_tokens": 1024, **options}), groups)
 
 
 @pytest.mark.parametrize("length", [3, 9, 15, 16, 17, 33, 40, 64, 100])
@@ -123,6 +124,26 @@ def test_a_row_that_is_preempted_beside_a_prompt_that_is_cut_does_not_sample(num
     driver.run(depth)
     assert (first.num_preemptions, second.num_preemptions) == (0, 1)
     assert [len(request.tokens) for request in (first, second)] == [906, 60]
+
+
+@pytest.mark.parametrize("lookahead", [0, 7], ids=["n-grams", "layers"])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_one_request_fits_the_smallest_pool_wherever_its_steps_end(block_size: int, lookahead: int) -> None:
+    """Inputs of a chunk before a step, of the one behind it, and of tokens ahead of both may lie in a block each."""
+    inputs, state = states(16, block_size, blocks=20, unit=1)
+    groups = (full(block_size), inputs, dataclasses.replace(state, parts=WHOLE_BLOCKS))
+    ahead = max(lookahead, tokens_ahead(groups))
+    for budget in (30, 48, 65, 95, 96, 126):
+        driver = make_driver(
+            groups,
+            num_drafts=7,
+            num_lookahead=lookahead,
+            num_blocks=smallest_pool(groups, 520, budget + 7 + ahead),
+            max_model_len=520,
+            max_num_batched_tokens=budget,
+        )
+        driver.add(make_request(400, 119))
+        driver.run(1)
 
 
 def test_attention_cuts_nowhere() -> None:

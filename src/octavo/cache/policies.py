@@ -138,9 +138,9 @@ class InputsPolicy(ChunkedPolicy):
         return (index + 1) * self._size > (low - 1) // self._span * self._span
 
     def peak_entries(self, num_tokens: int, max_new: int) -> int:
-        """See Policy. The chunk that was open before a step, and up to two that it leaves."""
-        most = 2 * self._span + min(max_new, 2 * self._span)
-        return min(cdiv(num_tokens, self._size), cdiv(most, self._size) + 1)
+        """See Policy. The chunk that was open before a step and the one that it leaves, and what lies ahead of each."""
+        most = 2 * (cdiv(self._span, self._size) + cdiv(min(max_new, self._span), self._size))
+        return min(cdiv(num_tokens, self._size), most)
 
 
 class StatePolicy(Policy):
@@ -243,12 +243,11 @@ def most_decoding(group: CacheGroup, num_unsure: int) -> int:
     that is read beside the next one, and the inputs of a whole chunk beside those of the next one's first tokens.
     """
     if group.kind == "inputs":
-        chunk = cdiv(group.chunk, group.block_size)
-        return chunk + min(cdiv(num_unsure, group.block_size), chunk)
+        return cdiv(group.chunk, group.block_size) + cdiv(max(num_unsure - 1, 0), group.block_size)
     if not num_unsure:
         return 1
-    until_known = cdiv(num_unsure, group.unit) * group.unit  # blocks come and go as a unit begins
-    return 2 + (until_known > group.block_size - group.unit)  # blocks of a third are reserved before the first's go
+    until_known = cdiv(num_unsure - 1, group.unit) * group.unit  # blocks come and go as a unit begins
+    return 2 + until_known // group.block_size  # blocks of a third are reserved before the first's go
 
 
 def lost_prefixes(groups: Sequence[CacheGroup]) -> str:
