@@ -65,7 +65,7 @@ class CheckedDriver(Driver):
         scheduler = self.scheduler
         before = [(own, own.row, own.num_computed, own.num_tokens + own.num_in_flight) for own in scheduler.running]
         num_preemptions, num_scheduled = scheduler.num_preemptions, scheduler.num_scheduled_tokens
-        loading = set(scheduler.loads._loading)
+        loading = self._loading()  # by number: a load that ends may be followed by another one of its request
         plan = super().issue()
         rows, num_tokens = plan.rows.tolist(), plan.num_tokens.tolist()
         drafts = plan.num_drafts.tolist() or [0] * len(rows)
@@ -78,7 +78,7 @@ class CheckedDriver(Driver):
         work = {row: own for row, *own in zip(rows, num_tokens, drafts, strict=True)}
         assert [new.row for new in plan.new_rows] == rows[num_old:], "new rows come last"
         was_full = scheduler.num_preemptions > num_preemptions or sum(num_tokens) == scheduler._max_num_tokens
-        was_full |= not loading.issuperset(scheduler.loads._loading)  # loads that begin count for tokens of the step
+        was_full |= not loading.issuperset(self._loading())  # loads that begin count for tokens of the step
         in_order, num_cut = [], self.num_cut
         for request, row, start, known in before:
             if request.status is not Status.RUNNING:
@@ -95,6 +95,9 @@ class CheckedDriver(Driver):
             self._check_row(request, new.num_computed, len(new.token_ids), *work[new.row], was_full=was_full)
         self.num_beside += scheduler.num_preemptions > num_preemptions and self.num_cut > num_cut
         return plan
+
+    def _loading(self) -> set[int]:
+        return {load.transfer.number for load in self.scheduler.loads._loading.values()}
 
     def _check_row(
         self, request: Request, start: int, known: int, num_new: int, num_drafts: int, *, was_full: bool
