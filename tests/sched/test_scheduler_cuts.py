@@ -128,7 +128,7 @@ def test_random_walks_that_cut(most_snapshots: int, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(policies, "MOST_SNAPSHOTS", most_snapshots)
     monkeypatch.setattr(policies, "CUT_TOKENS", 0)
     monkeypatch.setattr("octavo.sched.results._FEW", most_snapshots % 4)
-    worlds = [walk(seed, 250) for seed in range(20)]
+    worlds = [walk(seed, 300) for seed in range(20)]
     drivers = [world.driver for world in worlds]
     assert sum(driver.num_cut for driver in drivers) > 60
     assert sum(driver.num_beside for driver in drivers) > 2
