@@ -262,7 +262,7 @@ def test_D_2_sides_may_keep_other_snapshots(make_llm: Make):
 
 @pytest.mark.parametrize("side", ["first", "second"])
 def test_D_2_one_side_may_have_drafts(side: str, make_llm: Make):
-    """Blocks of its states are reserved later; what is fetched are states that are written."""
+    """Blocks of its states are reserved later: what is fetched are states that are written, whatever else has blocks."""
     prompts, fields = [LONG[:count] for count in (63, 100, 128, 190)], {**TINY, "block_size": 64}
     expected = answers(make_llm(**fields), prompts)
     drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}

@@ -78,7 +78,7 @@ class KVManager:
         advances, num_unsure: see Advancing.
         """
         self.identity, self.num_next_tokens = identity, num_next_tokens
-        self.block_size, self.num_ahead = min(group.block_size for group in groups), tokens_ahead(groups)
+        self.block_size = min(group.block_size for group in groups)
         self.num_groups = sum(group.parts.blocks for group in groups)  # blocks that a new block of tokens may take
         self.stats = CacheStats()
         self._groups, self._policies = tuple(groups), make_policies(groups)
@@ -92,6 +92,7 @@ class KVManager:
             if groups[i].window or groups[i].chunk or groups[i].kind == "state"
         ]
         self._states = [i for i, group in enumerate(groups) if group.kind == "state"]
+        self.num_ahead = tokens_ahead(groups)
         self._num_blocks = [group.parts.blocks for group in groups]  # of an entry
         self._pool = BlockPool(num_blocks, sum(self._num_blocks))
         self._advancing = Advancing(self._groups, self._policies, self._pool, is_on=advances, num_unsure=num_unsure)
