@@ -20,7 +20,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 
-from octavo.cache.groups import CacheGroup, tokens_ahead
+from octavo.cache.groups import CacheGroup
 from octavo.cache.policies import lost_prefixes, make_policies
 from octavo.plan import IntArray
 from octavo.request.request import Request
@@ -92,7 +92,6 @@ class KVManager:
             if groups[i].window or groups[i].chunk or groups[i].kind == "state"
         ]
         self._states = [i for i, group in enumerate(groups) if group.kind == "state"]
-        self.num_ahead = tokens_ahead(groups)
         self._num_blocks = [group.parts.blocks for group in groups]  # of an entry
         self._pool = BlockPool(num_blocks, sum(self._num_blocks))
         self._advancing = Advancing(self._groups, self._policies, self._pool, is_on=advances, num_unsure=num_unsure)
