@@ -27,7 +27,8 @@ from octavo.layers.embedding import Embedding
 from octavo.models.base import Model
 from octavo.ops.gemm import LinearWeight
 from octavo.ops.native.memory import PACKED_WEIGHTS
-from octavo.speculate import Speculator, build_drafts, check_ahead, check_num_drafts, make_speculator, with_method
+from octavo.speculate import Speculator, check_ahead, check_num_drafts, make_speculator, with_method
+from octavo.speculate.drafter import build_drafts
 from octavo.startup.fresh_pages import FRESH_PAGES
 from octavo.startup.memory_plan import check_weights
 from octavo.worker.backends import capability
