@@ -11,7 +11,8 @@ SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/octavo/ops/nat
 PACKAGE := $(VENV)/.octavo-installed
 TESTS := $(VENV)/.octavo-tests-installed
 TYPES_SAY := $(VENV)/.octavo-types
-# A process a processor, each taking whole files in order: a module's reference results are computed once.
+# A process a processor and one more, since some wait, each taking whole files in order: a module's reference results
+# are computed once.
 TEST_PROCESSES ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Of the engines on a GPU, side by side: their kernels are compiled meanwhile, and each takes 1 GB there.
 GPU_TEST_PROCESSES ?= -n logical --maxprocesses 16 --dist loadgroup
