@@ -7,10 +7,12 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check install -q $(PIP_FLAGS) -c constraints.txt
 
 # What an installation depends on: when one of these is newer than the stamp, it is installed again.
-SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/octavo/ops/native/*.cpp src/octavo/ops/native/include/*.h)
+SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/octavo/ops/native/*.cpp src/octavo/ops/native/*/*.cpp src/octavo/ops/native/include/*.h)
 PACKAGE := $(VENV)/.octavo-installed
 TESTS := $(VENV)/.octavo-tests-installed
-# A process a processor, each taking whole files in order: a module's reference results are computed once.
+TYPES_SAY := $(VENV)/.octavo-types
+# A process a processor and one more, since some wait, each taking whole files in order: a module's reference results
+# are computed once.
 TEST_PROCESSES ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Of the engines on a GPU, side by side: their kernels are compiled meanwhile, and each takes 1 GB there.
 GPU_TEST_PROCESSES ?= -n logical --maxprocesses 16 --dist loadgroup
@@ -18,7 +20,8 @@ GPU_TEST_PROCESSES ?= -n logical --maxprocesses 16 --dist loadgroup
 CODE := $(wildcard src tests bench tools setup.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-clients test-gpu-families lint format clean
+.PHONY: help demo test test-clients test-gpu-families lint style format clean
+.NOTPARALLEL:
 
 help:
 	@echo "make demo    install Octavo into $(VENV) and generate text with the bundled model"
@@ -33,15 +36,16 @@ $(PY):
 	@$(PYTHON) -c 'import sys; sys.exit("octavo: Python 3.11 or newer is needed; try: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 
+# Each installation compiles the native operators anew, so `make test` makes one, with the test needs in it.
 $(PACKAGE): $(SOURCES) | $(PY)
 	@echo "Installing Octavo and its needs into $(VENV) (a few minutes the first time: torch is large) ..."
 	$(PIP) -e .
 	@touch $@
 
-$(TESTS): $(PACKAGE)
-	@echo "Installing the test needs ..."
+$(TESTS): $(SOURCES) | $(PY)
+	@echo "Installing Octavo, its needs and the test needs into $(VENV) (a few minutes the first time) ..."
 	$(PIP) -e '.[test]'
-	@touch $@
+	@touch $(PACKAGE) $@
 
 demo: $(PACKAGE)
 	@$(VENV)/bin/octavo generate -v --temperature 0 --max-tokens 160 "def read_lines(path):"
@@ -54,9 +58,13 @@ demo: $(PACKAGE)
 
 # Each test process computes on one thread, its engines too, unless a test asks for more.
 # Modules are compiled here where Python is told to keep no bytecode: else each server that a test starts does it again.
-test: $(TESTS) lint
+# Types are checked beside the tests: mypy takes one core, for a while. What it finds is said last.
+test: $(TESTS) style
 	$(PY) -m compileall -q -j 0 src
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q $(TEST_PROCESSES)
+	@$(PY) -m mypy >$(TYPES_SAY) 2>&1 & types=$$!; \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q $(TEST_PROCESSES); tests=$$?; \
+	wait $$types || { cat $(TYPES_SAY); exit 1; }; \
+	exit $$tests
 
 test-clients: $(TESTS)
 	PIP_FLAGS="$(PIP_FLAGS)" $(PY) tools/client_envs.py
@@ -65,10 +73,12 @@ test-clients: $(TESTS)
 test-gpu-families: $(TESTS)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q -m gpu $(GPU_TEST_PROCESSES) tests/gpu/test_families_gpu.py
 
-lint: $(TESTS)
+lint: $(TESTS) style
+	$(PY) -m mypy
+
+style: $(TESTS)
 	$(PY) -m ruff check $(CODE)
 	$(PY) -m ruff format --check $(CODE)
-	$(PY) -m mypy
 
 format: $(TESTS)
 	$(PY) -m ruff check --fix-only $(CODE)

@@ -38,10 +38,10 @@ class BuildNative(build_ext):
     """build_ext for libraries without an init function: own object folder and skip rule per instruction set."""
 
     def finalize_options(self) -> None:
-        """Compile the instruction sets side by side unless told otherwise."""
+        """Compile all instruction sets side by side unless told otherwise: a core is idle only when the last is."""
         super().finalize_options()
         if self.parallel is None:
-            self.parallel = os.cpu_count() or 1
+            self.parallel = max(os.cpu_count() or 1, len(self.extensions))
 
     def get_ext_filename(self, fullname: str) -> str:
         """A plain `.so`: the libraries are loaded by path, so they carry no Python tag."""

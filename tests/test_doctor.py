@@ -148,7 +148,7 @@ def test_doctor_says_what_drafts_take_of_states(capsys: pytest.CaptureFixture[st
     assert said["16"] == [
         f"{begin} 2 of these states and the inputs of 5 blocks at once, 3.4 MiB; without drafts 1 and 4, 2.4 MiB."
     ]
-    assert said["64"][0].startswith(f"{begin} 2 of these states and the inputs of 2 blocks at once, ")
+    assert said["64"][0].startswith(f"{begin} 3 of these states and the inputs of 2 blocks at once, ")
     assert cli.main(["doctor", *options]) == 0
     assert "Drafts: " not in capsys.readouterr().out
 
@@ -180,6 +180,12 @@ def test_doctor_says_where_a_drafter_of_a_users_own_is_not_counted(
     assert f"the memory plan lacks what {__name__}:OwnSpeculator loads: it has no `build`" in capsys.readouterr().err
 
 
+def test_doctor_names_a_drafter_of_a_users_own_that_cannot_be_built(capsys: pytest.CaptureFixture[str]) -> None:
+    given = json.dumps({"method": f"{__name__}:Unbuilt", "num_speculative_tokens": 2})
+    assert cli.main(["doctor", "--device", "cpu", "-sc", given]) == 2
+    assert f"speculative_config='{__name__}:Unbuilt': cannot be built: KeyError" in capsys.readouterr().err
+
+
 class OwnSpeculator:
     """Loads what only it knows."""
 
@@ -189,6 +195,13 @@ class OwnSpeculator:
 
     def __init__(self, config: object) -> None:
         """Of settings."""
+
+
+class Unbuilt(OwnSpeculator):
+    """Fails."""
+
+    def build(self, target: object, resolved: object) -> int:
+        raise KeyError("x")
 
 
 def test_facts_of_this_machine_are_sane() -> None:

@@ -36,9 +36,9 @@ class StepLimits(msgspec.Struct, frozen=True, kw_only=True):
         """The most tokens by which a row's blocks are ahead of what is known of it.
 
         By a step that runs and the next one, all of whose drafts may count, and what a drafter's layers are written
-        for behind them, or the one token behind that states ask for: see tokens_ahead of cache.groups.
+        for behind them.
         """
-        return 2 * (1 + self.max_num_drafts) + max(self.num_lookahead, 1)
+        return 2 * (1 + self.max_num_drafts) + self.num_lookahead
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,7 +173,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     rows: IntArray = NO_INTS  # [S]
     tokens: IntArray = np.zeros(
         (0, 1), np.int64
-    )  # [S, W], of which num_sampled[i] of line i count; W = 1 where the step ran without drafts
+    )  # [S, W], of which num_sampled[i] of line i count; W = 1 without drafts
     num_sampled: IntArray = NO_INTS  # [S], accepted drafts and one more; 0: the row was held, computes its token again
     held: IntArray = NO_INTS  # [any] with drafts, rows whose run a late mask ended: it has no one more, the rest waits
     logprobs: dict[int, list[TokenLogprobs]] = {}  # row -> one entry per token of the row

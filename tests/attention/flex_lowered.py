@@ -177,8 +177,8 @@ def check_layouts() -> None:
     """Every layout, whole blocks and split ones."""
     settings = [
         Setting(layout, block, kernel)
-        for layout in ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
-        for block, kernel in ((16, 16), (96, 48), (128, 64))
+        for layout, split in (("LBHNC", (96, 48)), ("LBNHC", (128, 64)), ("BLHNC", (128, 64)), ("BLNHC", (96, 48)))
+        for block, kernel in ((16, 16), split)
     ]
     check(PLAIN, torch.float32, make_rows(torch.float32, (90, 3), (40, 40)), settings)
 

@@ -42,9 +42,13 @@ def attend(
     scratch: Scratch | None = None,
     tile: Tile | None = None,
     least_known: bool = False,
+    graph_queries: int = 0,
     **options: Any,
 ) -> torch.Tensor:
-    """The operator's result over a poisoned output. tile: for rows of many queries; least_known: of each row."""
+    """The operator's result over a poisoned output. tile: for rows of many queries; least_known: of each row.
+
+    graph_queries: by the plan of a graph whose rows have up to so many.
+    """
     q, kv = batch.q, batch.kv
     scratch = scratch or Scratch(q.device)
     tensors = {name: options.pop(name, None) for name in ("key_scale", "value_scale", "sinks", "slopes")}
@@ -53,10 +57,11 @@ def attend(
     plan = Planner(heads, mask_spec, q.dtype, q.device, scratch, processors).plan(
         batch.query_start,
         batch.seq_lens,
-        num_tokens=len(q),
-        max_query_len=int(batch.query_start.diff().max()),
+        num_tokens=graph_queries * len(batch.seq_lens) or len(q),
+        max_query_len=graph_queries or int(batch.query_start.diff().max()),
         max_seq_len=int(batch.seq_lens.max()),
         min_query_len=int(batch.query_start.diff().min()) if least_known else 0,
+        for_capture=graph_queries > 0,
         tile=tile,
     )
     assert not (least_known and plan.rows), "rows of few queries were looked for where there are none"
@@ -251,6 +256,14 @@ def check_rows_of_many_queries_alone() -> None:
     batch = make_batch([(history, 300, 300), (history, 90, 70), (history, 200, 65)], 16)
     for options in ({}, {"window": 50}):
         assert torch.equal(attend(batch, least_known=True, **options), attend(batch, **options))
+
+
+def check_a_graph_holds_rows_of_fewer_queries() -> None:
+    """Of rows that verify, some may have fewer drafts than the graph has room for, or none: also more than a tile."""
+    for heads, queries in ((4, 17), (8, 3), (16, 9), (16, 17)):
+        history = make_history(7, 300, heads, 1, 16, torch.float16)
+        batch = make_batch([(history, 300, queries), (history, 90, 1), (history, 200, 2), (history, 170, 5)][:4], 16)
+        assert torch.equal(attend(batch, graph_queries=max(queries, 5)), attend(batch)), (heads, queries)
 
 
 def check_tiles_of_long_rows_are_numbered_without_gaps() -> None:

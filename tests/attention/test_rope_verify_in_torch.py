@@ -69,7 +69,7 @@ def one_by_one(heads: Heads, projected: torch.Tensor, rotation: Any, kv: torch.T
         ([258, 300], 2, 16, 4),  # across a leaf's border, and behind it
         ([256], 7, 128, 3),  # a whole leaf
         ([275], 4, 16, 16),
-        ([1283], 3, 64, 9),  # across halves of a leaf
+        ([1283], 3, 64, 4),  # across halves of a leaf
     ],
 )
 def test_tokens_have_the_bits_of_tokens_alone(

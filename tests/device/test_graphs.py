@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import threading
+import weakref
 
 import msgspec
 import numpy as np
@@ -325,6 +326,23 @@ def test_a_plain_decode_step_is_tried_again_with_less(no_device: None) -> None:
     is_heavy = True
     with pytest.raises(torch.OutOfMemoryError):
         GraphPool(decode_keys(20)).capture_first(issue, lambda key: None, lambda key: None)
+
+
+def test_a_second_try_finds_the_memory_that_the_first_one_took(no_device: None) -> None:
+    """A traceback keeps what its functions have made, and the graph that was begun."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def issue(key: GraphKey) -> torch.Tensor:
+        assert all(each() is None for each in made)
+        hidden = torch.zeros(1)
+        made.append(weakref.ref(hidden))
+        if len(made) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return torch.zeros(1)
+
+    pool = GraphPool(decode_keys(1))
+    pool.capture_first(issue, lambda key: None, lambda key: None, lighten=lambda error: True)
+    assert len(made) == 2
 
 
 def test_a_capture_that_broke_leaves_the_pool_to_the_next_one(no_device: None, monkeypatch: pytest.MonkeyPatch) -> None:

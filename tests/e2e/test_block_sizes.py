@@ -24,7 +24,7 @@ def test_K4_G3_the_same_bits_at_every_block_size(
         pytest.skip("the native library is not built")
     name, slow = backend.split()[0], backend != "cpu"
     prompts = [
-        (prompt * 9)[: 40 + 61 * index % 311] for index, prompt in enumerate(held_out_prompts[: 3 if slow else 12])
+        (prompt * 9)[: 40 + 61 * index % 311] for index, prompt in enumerate(held_out_prompts[: 3 if slow else 8])
     ]
     masked = backend == "flex with a mask"
     params = SamplingParams(

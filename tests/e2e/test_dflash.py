@@ -88,7 +88,7 @@ def test_S_6_S_7_drafts_follow_from_a_rows_tokens_alone(
     assistant: Path, name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After chunks, preemption, prefix hits and rejected drafts they are those of a row by itself; a hit is whole."""
-    proposed, jobs = Proposed(monkeypatch), long_jobs(6)
+    proposed, jobs = Proposed(monkeypatch), long_jobs(3 if name in ("flex", "reference") else 6)
     alone = make(given(assistant), enable_prefix_caching=False, async_scheduling=False)
     expected = facts(run(alone, jobs))
     cold = proposed.take()

@@ -4,7 +4,7 @@ The whole soak, 10,000 requests in some minutes, with a line of figures for each
 
     OMP_NUM_THREADS=1 python -m pytest -m slow -s tests/e2e/test_offload_soak.py
 
-`make test` has 300 of them.
+`make test` has 200 of them.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def test_O_7_soak_in_small(
     policy: str, has_files: bool, is_async: bool, make_llm: Make, expected: Any, late: Any, tmp_path: Path
 ) -> None:
     folder = tmp_path / "kv" if has_files else None
-    run_soak("tiny", policy, folder, 150, make_llm, expected, late, is_async=is_async)
+    run_soak("tiny", policy, folder, 100, make_llm, expected, late, is_async=is_async)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,21 +252,42 @@ def test_a_mod_that_fails_for_everybody_leaves_the_engine(make_llm: Callable[...
 
 def test_a_mod_that_fails_by_chance_ends_nobody_who_does_not_fail_alone(make_llm: Callable[..., LLM]) -> None:
     """Where no part of the step failed again the engine ended, for all."""
-    left: list[int] = []
+    left: list[int] = []  # calls until each failure
+    made, still_there = list[weakref.ref[torch.Tensor]](), list[bool]()
 
     def fails(b, h, q, kv):
-        if left and not (left.append(left.pop() - 1) or left[0]):
+        left[:] = [number - 1 for number in left]
+        still_there.extend(each() is not None for each in made)
+        if 0 in left:
+            scores = kv + 1
+            made.append(weakref.ref(scores))
             raise KeyError(3)
         return kv >= 0
 
-    llm = make_llm(**LIMITS, attention_mods=AttentionMods(mask_mod=fails))
+    from insides import runner_of  # a server reads this file as well
+
+    llm = make_llm(**LIMITS, attention_backend="reference", attention_mods=AttentionMods(mask_mod=fails))
+    runner, turns = runner_of(llm.engine), list[int]()
+    issue = runner.issue
+
+    def spy(plan: StepPlan, *own: Any) -> Any:
+        before, pending = runner._turn, issue(plan, *own)
+        turns.append(before ^ runner._turn ^ (not len(plan.rows)))
+        assert runner._buffers.turn.item() == runner._turn
+        return pending
+
+    runner.issue = spy
     params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logprobs=1)
     before = [each.outputs for each in llm.generate([[5] * 9, [6] * 9, [7] * 9], params)]
-    for call in (1, 9):  # of a prompt's step, once
-        left[:] = [call]
+    # Of a prompt's step, in which each of 7 layers asks of each row by itself: once; and when it is tried again, behind
+    # two rows and then one that did not fail.
+    for calls in ([1], [9], [1, 1 + 2 * 7 + 7 + 1]):
+        left[:] = calls
         llm.reset_prefix_cache()
         assert [each.outputs for each in llm.generate([[5] * 9, [6] * 9, [7] * 9], params)] == before
-        assert left[0] < 0, "it did fail"
+        assert max(left) < 0, "it did fail"
+    assert still_there and not any(still_there), "a step that failed keeps memory from those that try again"
+    assert turns and all(turns), "results took the place of those of the step before, which may not be read yet"
 
 
 def test_rows_that_fail_together_and_never_alone_end_some_time() -> None:

@@ -35,6 +35,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "waiting for each step": {"async_scheduling": False},
     "few blocks": {"num_gpu_blocks_override": 24, "max_model_len": 256},
     "adaptive": {"speculative_config": {**NGRAM, "adaptive_depth": True}},
+    "16 drafts": {"speculative_config": {**NGRAM, "num_speculative_tokens": 16}},
+    "16 drafts, adaptive": {"speculative_config": {**NGRAM, "num_speculative_tokens": 16, "adaptive_depth": True}},
 }
 Answers = list[tuple[list[int], list[float]]]
 

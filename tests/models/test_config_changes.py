@@ -45,7 +45,7 @@ def others(usual: Any) -> list[Any]:
     if isinstance(usual, bool):
         return [not usual]
     if isinstance(usual, int):
-        return [usual * 2, usual // 2, usual + 1, 1, 2]
+        return sorted({usual * 2, usual // 2, usual + 1, 1, 2})
     if isinstance(usual, float):
         return [usual / 2, usual * 2, 0.25]
     if isinstance(usual, list) and len(usual) > 1:
@@ -63,11 +63,11 @@ def test_what_a_file_says_counts_as_with_transformers(name: str, monkeypatch: py
         for field in sorted(fields):
             for value in others(base.get(field, base.get(names.get(field, field)))):
                 config = json.loads(json.dumps({**base, field: value}))
-                ours, known = read(config), written(name, config)
-                theirs = None if known is None else read(known)
-                if isinstance(ours, Arch) and theirs is not None:
+                ours = read(config)
+                known = written(name, config) if isinstance(ours, Arch) else None
+                if known is not None:
                     compared += 1
-                    if ours != theirs:
+                    if ours != read(known):
                         wrong.add(f"{field}={value}")
     assert compared > 20
     assert not wrong

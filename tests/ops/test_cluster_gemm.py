@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -278,6 +279,12 @@ def test_a_kernels_bits_are_compared_once_a_machine(monkeypatch: pytest.MonkeyPa
     assert launched == [1, 1, 2, 2]
 
 
+@functools.cache
+def _told(kind: cluster_gemm._Kind, tile: Tile) -> str:
+    """What the compiler says of a kernel, which several models may need."""
+    return nvrtc.compile_told(kind.source(tile), kind.macros(tile), "sm_90a", "--ptxas-options=-v")[1]
+
+
 def _compiler() -> object:
     try:
         return nvrtc._library()
@@ -314,12 +321,8 @@ def test_what_known_models_need_keeps_its_sums_in_registers(n: int, k: int, acti
     kind = cluster_gemm._Kind(BF16, activation)
     tiles = cluster_gemm._tiles(kind, n, k)
     assert tiles
-
-    def told(tile: Tile) -> str:
-        return nvrtc.compile_told(kind.source(tile), kind.macros(tile), "sm_90a", "--ptxas-options=-v")[1]
-
     with ThreadPoolExecutor(2) as pool:
-        for tile, text in zip(tiles, pool.map(told, tiles), strict=True):
+        for tile, text in zip(tiles, pool.map(functools.partial(_told, kind), tiles), strict=True):
             assert "0 bytes spill stores, 0 bytes spill loads" in text, tile
             assert "wgmma" not in text and "warning" not in text.lower(), text
 

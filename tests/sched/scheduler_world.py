@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 from answers import VOCAB, expected_answer
 from fake_connector import Clock, FakeConnector
-from octavo.cache.groups import tokens_ahead
 from octavo.plan import StepPlan
 from octavo.request.request import FinishReason, Request, Status
 from sched_harness import Driver, make_request, make_scheduler, smallest_pool
@@ -113,8 +112,7 @@ class CheckedDriver(Driver):
         ahead = scheduler.drafting.lookahead if scheduler.drafting._ahead else 0
         reach = min(end + ahead, scheduler._max_model_len)
         for group, table in zip(self.worker.groups, scheduler.kv.tables(request), strict=True):
-            most = end if group.kind == "state" else reach  # a drafter's layers keep none
-            assert len(table) >= group.num_blocks(most), "it has room for what a drafter writes as well"
+            assert len(table) >= group.num_blocks(reach), "it has room for what a drafter writes as well"
         self.num_cut += end == cut(start, known) < known
 
 
@@ -130,11 +128,10 @@ class World:
         options = {"connector": self.connector, "clock": self.clock, "load_timeout": 10.0} if loadable else {}
         self.max_num_seqs = shape.max_num_seqs
         self.advances = not shape.drafts and self.connector is None and shape.max_num_seqs % 2 > 0
-        ahead = max(shape.lookahead, tokens_ahead(shape.groups))
         scheduler = make_scheduler(
             shape.groups,
             advances=self.advances,
-            num_blocks=smallest_pool(shape.groups, shape.max_len, shape.budget + shape.drafts + ahead)
+            num_blocks=smallest_pool(shape.groups, shape.max_len, shape.budget + shape.drafts + shape.lookahead)
             + shape.spare_blocks,
             max_num_seqs=shape.max_num_seqs,
             max_num_batched_tokens=shape.budget,

@@ -41,9 +41,6 @@ GROUPS = [
     states(4, blocks=2),
     (full(), sliding(6), chunked(8), *states(8, interval=0)),
     (full(block_size=16), *states(8, unit=4)),
-    (full(block_size=8), *states(8, block_size=8, unit=1)),
-    (full(block_size=16), *states(8, unit=1)),
-    states(8, unit=1),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from insides import runner_of
 from octavo import LLM, SamplingParams
 from octavo.cache.plan import CachePlan
+from octavo.cache.specs import AttentionSpec
+from octavo.checkpoint.loader import build_model
 from octavo.config.engine_config import EngineConfig, resolve
 from octavo.config.settings import ConfigError
 from octavo.grammar.compiler import Grammars
@@ -25,6 +29,7 @@ from octavo.startup import build, frontend
 from octavo.startup.cache import plan_cache
 from octavo.startup.frontend import find_and_read
 from octavo.worker.device import Opening
+from octavo.worker.model import check_state_dtype
 from octavo.worker.worker import Worker
 from plan_wire import decode, encode
 
@@ -224,3 +229,20 @@ def test_the_plan_says_that_a_block_is_one_run_where_it_is(layouts: tuple[str, .
         moves_runs=True,
     )
     assert plan.layout == chosen and plan.why["layout"].endswith(" with a block in one run") == is_run
+
+
+def test_states_in_bfloat16_beside_float32_are_refused_on_a_gpu() -> None:
+    """Its kernels give them other last places in other cuts of a prompt."""
+    config = dataclasses.replace(CONFIG, model="octavo-tiny-hybrid", state_dtype="bfloat16")
+    worker = Worker()
+    worker.begin(config)
+    _, arch = find_and_read(config)
+    resolved = resolve(config, arch, worker.open(arch))
+    specs = build_model(arch, torch.float32).layer_specs
+    check_state_dtype(specs, resolved)
+    on_gpu = dataclasses.replace(resolved, device="cuda")
+    with pytest.raises(ConfigError, match=r"state_dtype='bfloat16': on a GPU float32 .* set float32, or dtype="):
+        check_state_dtype(specs, on_gpu)
+    for field in ({"dtype": "bfloat16"}, {"state_dtype": "float32"}):
+        check_state_dtype(specs, dataclasses.replace(on_gpu, **field))
+    check_state_dtype([spec for spec in specs if isinstance(spec, AttentionSpec)], on_gpu)

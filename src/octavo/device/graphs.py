@@ -205,10 +205,11 @@ class GraphPool:
     def _capture(self, key: GraphKey, issue: Issue) -> None:
         try:
             self._capture_once(key, issue)
+            return
         except RuntimeError as error:
             if not key.is_decode or key.num_drafts or not self._lighten(error):
                 raise
-            self._capture_once(key, issue)
+        self._capture_once(key, issue)  # out here no traceback keeps the memory that the first try took
 
     def _capture_once(self, key: GraphKey, issue: Issue) -> None:
         is_marked = leaving.is_asked()

@@ -1,7 +1,8 @@
 """Growth: blocks for running requests, as a plan brings them further, and who is preempted for them.
 
 Owns how many blocks are kept free for them. Knows neither budgets nor results. Invariant: after `grow` every row that
-was not preempted has the blocks of its planned tokens, and of those behind them that `ahead` counts.
+was not preempted has the blocks of its planned tokens, and of those that a drafter's layers are written for behind
+them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import functools
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from octavo.plan import NO_INTS, IntArray, NewBlocks
 from octavo.request.request import Request
@@ -36,15 +36,7 @@ class Growth:
         """`preempt`: lets a request wait without its blocks."""
         self._kv, self._running, self._loads, self._drafting = kv, running, loads, drafting
         self._preempt, self._max_model_len = preempt, max_model_len
-        self._most_ahead = max(drafting.lookahead, kv.num_ahead)
         self._of_one = functools.lru_cache(4096)(lambda num, computed: self._headroom(num, np.array([computed])))
-
-    def ahead(self, end: int) -> int:
-        """Tokens behind `end`, to which a step brings a row, that the row has blocks for.
-
-        A drafter's layers are written for them, or a state may be before the row is looked at again.
-        """
-        return min(self._most_ahead, self._max_model_len - end)
 
     def headroom(self, num: int, work: PlanBuilder) -> int:
         """Blocks that are kept free for those who run when one more is admitted. num: of tokens, for each and group."""
@@ -63,10 +55,6 @@ class Growth:
             return num * len(computed) * self._kv.num_groups
         return self._kv.headroom(num, computed)
 
-    def leaves_block(self, starts: IntArray) -> npt.NDArray[np.bool_]:
-        """[N]: whether rows that have computed `starts` tokens, [N], and compute one lack a block of tokens."""
-        return (starts + self._kv.num_ahead) % self._kv.block_size == 0
-
     def grow(self, at: IntArray, num_new: IntArray, work: PlanBuilder) -> bool:
         """Blocks for the rows that leave theirs, in order, if need be those of requests behind.
 
@@ -76,7 +64,7 @@ class Growth:
         if self._drafting.most:
             places = self.reserve_runs(at, starts, num_new, work)
         else:
-            places = (self.leaves_block(starts) | (num_new > 1)).nonzero()[0]
+            places = ((starts % self._kv.block_size == 0) | (num_new > 1)).nonzero()[0]
             if len(places) and num_new[places].max() == 1:
                 own, at_first = at[places], starts[places]
                 places = NO_INTS if self.extend(own, at_first, at_first + 1, work) else places
@@ -91,7 +79,7 @@ class Growth:
         Returns those that lack blocks, by their places in `at`, if it takes a look at each: nothing is done then.
         """
         reserved, size = self._running.rows.num_reserved, self._kv.block_size
-        ends = starts + (num_new + self._most_ahead)
+        ends = starts + (num_new + self._drafting.lookahead)
         places = (ends > reserved[at]).nonzero()[0]
         if not len(places):
             return NO_INTS
@@ -118,7 +106,7 @@ class Growth:
             if row in work.victims:
                 break
             request, count = self._running.owners[row], int(num_new[place])
-            ahead = self.ahead(request.num_computed + count)
+            ahead = min(self._drafting.lookahead, self._max_model_len - request.num_computed - count)
             while (blocks := self._kv.reserve(request, count, ahead)) is None:
                 victim = self._running.requests[-1]
                 if self._loads.keeps_blocks and self._loads.unpark_behind(victim):

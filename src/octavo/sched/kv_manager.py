@@ -20,7 +20,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 
-from octavo.cache.groups import CacheGroup, tokens_ahead
+from octavo.cache.groups import CacheGroup
 from octavo.cache.policies import lost_prefixes, make_policies
 from octavo.plan import IntArray
 from octavo.request.request import Request
@@ -78,7 +78,7 @@ class KVManager:
         advances, num_unsure: see Advancing.
         """
         self.identity, self.num_next_tokens = identity, num_next_tokens
-        self.block_size, self.num_ahead = min(group.block_size for group in groups), tokens_ahead(groups)
+        self.block_size = min(group.block_size for group in groups)
         self.num_groups = sum(group.parts.blocks for group in groups)  # blocks that a new block of tokens may take
         self.stats = CacheStats()
         self._groups, self._policies = tuple(groups), make_policies(groups)

@@ -69,7 +69,7 @@ class Scheduler:
         in_pieces = enable_chunked_prefill and not whole_prompts
         assert in_pieces or limits.max_num_tokens >= limits.max_model_len, "a whole prompt fits one step"
         # a step's tokens, and those that a row may lie behind its upper bound, but for the one that it always may
-        self._max_new = limits.max_num_tokens + limits.max_num_drafts + max(limits.num_lookahead, kv.num_ahead)
+        self._max_new = limits.max_num_tokens + limits.max_num_drafts + limits.num_lookahead
         assert kv.fits_alone(limits.max_model_len, self._max_new), "one request of max_model_len fits the pool"
         self._cuts, self._reads_next = in_pieces and kv.cuts, limits.num_next_tokens > 0
         self.kv = kv
@@ -341,7 +341,7 @@ class Scheduler:
                 return False
             work.num_drafts, work.computed = drafts, starts
         else:
-            places = self._growth.leaves_block(starts).nonzero()[0]
+            places = (starts % self.kv.block_size == 0).nonzero()[0]
             if len(places) and not self._growth.extend(at[places], starts[places], starts[places] + 1, work):
                 return False
             work.has_room_ahead = not self.drafting.lookahead
@@ -383,7 +383,7 @@ class Scheduler:
         # Without room for the running ones to grow the newcomer would soon be preempted, and computed again.
         keep_free = self._growth.headroom(HEADROOM_BLOCKS, work)
         end = hit.num_tokens + num_new
-        ahead = self._growth.ahead(end)
+        ahead = min(self.drafting.lookahead, self._max_model_len - end)
         blocks = kv.admit(request, hit, end + ahead, max_new=self._max_new, keep_free=keep_free, ahead=ahead)
         if blocks is None:
             assert self.running or self.loads.keeps_blocks, "one request alone fits the pool"
@@ -430,7 +430,7 @@ class Scheduler:
         num_new = self._fit(request, num_computed, work.budget)
         if not num_new:
             return None
-        ahead = self._growth.ahead(num_computed + num_new)
+        ahead = min(self.drafting.lookahead, self._max_model_len - num_computed - num_new)
         while self.kv.reserve(request, num_new, ahead) is None:
             if self.running or not self.loads.unpark_behind(request):
                 return None  # who runs or loads, or has arrived before, goes on

@@ -8,7 +8,7 @@ where it is the token that is drawn at its place.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from octavo.cache.specs import LayerSpec
@@ -168,15 +168,6 @@ def check_ahead(speculator: Speculator, config: SpeculativeConfig) -> None:
         if type(count) is not int or count < 0:
             limit = f"its {name} is {quoted(count)}, and must be a whole number of tokens, at least 0"
             raise ConfigError(FIELD, config.method, limit, "set it in the class")
-
-
-def build_drafts(speculator: Speculator, target: Model, resolved: Resolved) -> int | None:
-    """The bytes that `load` will fill, of a target without weights; None: this speculator tells them as it loads.
-
-    Raises ValueError for what does not suit.
-    """
-    own: Callable[[Model, Resolved], int] | None = getattr(speculator, "build", None)
-    return None if own is None else own(target, resolved)
 
 
 def _refuse(name: str, limit: str) -> ConfigError:

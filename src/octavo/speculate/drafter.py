@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -115,6 +115,18 @@ class Drafter:
         if not self._is_told:
             _LOG.warning("%s; steps go on without what it did not write, and this is told once", text)
         self._is_told = True
+
+
+def build_drafts(speculator: Speculator, target: Model, resolved: Resolved) -> int | None:
+    """The bytes that `load` will fill, of a target without weights; None: this speculator tells them as it loads.
+
+    Raises ValueError for what does not suit.
+    """
+    own: Callable[[Model, Resolved], int] | None = getattr(speculator, "build", None)
+    if own is None:
+        return None
+    with _refused(speculator, "be built"):
+        return operator.index(own(target, resolved))
 
 
 def load_speculator(speculator: Speculator, target: Model, resolved: Resolved) -> int:

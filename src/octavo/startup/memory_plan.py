@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from octavo.cache.groups import CacheGroup, TableSpec, block_bytes, tokens_ahead
+from octavo.cache.groups import CacheGroup, TableSpec, block_bytes
 from octavo.cache.plan import CachePlan, show_bytes
 from octavo.cache.policies import blocks_for_request
 from octavo.checkpoint.arch import Arch
@@ -112,8 +112,7 @@ def plan_memory(
         "workspace": workspace + logits + table_bytes + buffer_bytes,
         "graphs": graphs,
     }
-    num_ahead = max_num_drafts + max(num_lookahead, tokens_ahead(groups))
-    fitted = _fit_blocks(resolved, groups, free_bytes, total_bytes, per_block, parts, num_ahead)
+    fitted = _fit_blocks(resolved, groups, free_bytes, total_bytes, per_block, parts, max_num_drafts + num_lookahead)
     length = fitted.max_model_len
     shortened = {"max_model_len": f"what {fitted.rule} holds"} if length < resolved.max_model_len else {}
     return CachePlan(

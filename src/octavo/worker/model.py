@@ -15,7 +15,7 @@ import torch
 from octavo.attention.mods import NO_MODS, AttentionMods
 from octavo.attention.mods.check import check_mods
 from octavo.attention.mods.choice import check_mods_supported, request_fields_of, with_mods
-from octavo.cache.specs import AttentionSpec, StateSpec, attention_specs, with_state_dtype
+from octavo.cache.specs import AttentionSpec, LayerSpec, StateSpec, attention_specs, with_state_dtype
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.digest import unseen
 from octavo.checkpoint.loader import build_model, fill_model, weight_bytes
@@ -27,7 +27,8 @@ from octavo.layers.embedding import Embedding
 from octavo.models.base import Model
 from octavo.ops.gemm import LinearWeight
 from octavo.ops.native.memory import PACKED_WEIGHTS
-from octavo.speculate import Speculator, build_drafts, check_ahead, check_num_drafts, make_speculator, with_method
+from octavo.speculate import Speculator, check_ahead, check_num_drafts, make_speculator, with_method
+from octavo.speculate.drafter import build_drafts
 from octavo.startup.fresh_pages import FRESH_PAGES
 from octavo.startup.memory_plan import check_weights
 from octavo.worker.backends import capability
@@ -41,11 +42,20 @@ def build(
     """The model with its mods, without weights; and `resolved` with a backend that runs them. Raises ConfigError."""
     shortened = dataclasses.replace(arch, max_position=resolved.max_model_len)  # sizes the rotary tables
     model = build_model(shortened, getattr(torch, resolved.dtype))
+    check_state_dtype(model.layer_specs, resolved)
     model.layer_specs = [
         with_state_dtype(spec, resolved.state_dtype) if isinstance(spec, StateSpec) else spec
         for spec in model.layer_specs
     ]
     return model, _without_graphs(model, _apply_mods(model, mods, config, resolved))
+
+
+def check_state_dtype(specs: Sequence[LayerSpec], resolved: Resolved) -> None:
+    """Raises ConfigError where a GPU's kernels differ in the last place of what they make of such states."""
+    narrow = resolved.device == "cuda" and resolved.dtype == "float32" and resolved.state_dtype == "bfloat16"
+    if narrow and any(isinstance(spec, StateSpec) for spec in specs):
+        limit = "on a GPU float32 beside such states has no bits that are the same in every batch"
+        raise ConfigError("state_dtype", "bfloat16", limit, "set float32, or dtype='bfloat16'")
 
 
 def fill(

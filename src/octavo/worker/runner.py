@@ -212,14 +212,13 @@ class Runner:
     def _try(
         self, plan: StepPlan, work: StepShape, failed: Mapping[int, str] | None = None, unsampled: IntArray = NO_INTS
     ) -> PendingStep:
-        """`_issue_work`, which a ModError undoes."""
-        turn = self._turn
+        """`_issue_work`, which a ModError undoes. That keeps nothing of the step, behind which others are tried."""
         try:
             return self._issue_work(plan, work, failed, unsampled)
-        except ModError:
-            if self._turn != turn:  # else a graph's capture failed, which gathers nothing
-                self._take_back_turn()
-            raise
+        except ModError as error:
+            told = str(error)
+        self._take_back_turn()
+        raise ModError(told)
 
     def _issue_work(
         self, plan: StepPlan, work: StepShape, failed: Mapping[int, str] | None = None, unsampled: IntArray = NO_INTS
@@ -312,7 +311,7 @@ class Runner:
         try:
             self._forward(self._view(part), for_capture=False)
         except ModError as error:
-            return error
+            return ModError(str(error))  # see _try
         finally:
             self._take_back_turn(host=False)
         return None

@@ -269,7 +269,7 @@ class Planner:
         rows_at = rows_tile(heads, num_rows, max_query_len, self._dtype, self._cache_dtype, lean=self._lean)
         short = rows_at.lines // heads.group
         rows, tiles, prompts, capacity = None, None, None, 0
-        may_differ = num_tokens < num_rows * max_query_len
+        may_differ = for_capture or num_tokens < num_rows * max_query_len  # a graph's rows may have fewer
         if max_query_len <= short or (may_differ and min_query_len <= short):  # some row may be short
             rows, capacity = self._rows(
                 rows_at, query_start, seq_lens, min(short, max_query_len), max_leaves, for_capture

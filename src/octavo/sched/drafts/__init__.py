@@ -79,7 +79,7 @@ class Drafting:
 
     def has_room(self, at: IntArray) -> bool:
         """Whether enough blocks are free that drafts of the rows `at` make none of them wait."""
-        kv, num_ahead = self._kv, self._ahead + max(self.lookahead, self._kv.num_ahead)
+        kv, num_ahead = self._kv, self._ahead + self.lookahead
         if kv.num_free_blocks >= len(at) * kv.num_groups * (2 + num_ahead // kv.block_size):
             return True
         # states take many blocks, and few rows are about to end a chunk
