@@ -69,7 +69,7 @@ class FakeConnector(SilentConnector):
         if not self.saves:
             return False
         self._begin(save, self.worker.written)
-        self.saving[save.number] = {place: self.worker.memory[place] for place, _ in self._content(save)}
+        self.saving[save.number] = {place: self.worker.memory.get(place) for place, _ in self._content(save)}
         if self.hurries:
             self.arrive(save.number)
         return True
@@ -86,7 +86,7 @@ class FakeConnector(SilentConnector):
         self.worker.foreign -= self._blocks(transfer)
         saved = self.saving.pop(number, None)
         if saved is not None:
-            assert all(self.worker.memory[place] == value for place, value in saved.items()), "saved as it was"
+            assert all(self.worker.memory.get(place) == value for place, value in saved.items()), "saved as it was"
         elif bad is None or (bad := frozenset(bad)):
             for place, value in self._content(transfer):
                 if place[0] not in (bad or ()):

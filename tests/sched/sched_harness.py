@@ -256,7 +256,10 @@ class FakeWorker:
                 self.unwritten.add(place)
 
     def _stored(self, row: _Row, num_new: int) -> Iterable[tuple[int, int, tuple[int, ...], bool]]:
-        """What a step stores for a row: (block, offset, content, whether it is a state)."""
+        """What a step stores for a row: (block, offset, content, whether it is a state).
+
+        Of inputs no more than a GPU's kernels keep: those of the last two chunks that it reaches.
+        """
         end = row.num_computed + num_new
         for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
             if group.kind == "encoder_only":
@@ -267,7 +270,8 @@ class FakeWorker:
                     for block in self._entry(group, table, border - 1):
                         yield block, 0, (index, border, past), True
                 continue
-            for position in range(row.num_computed, end):
+            kept = (end - 1) // group.chunk * group.chunk - group.chunk if group.kind == "inputs" else 0
+            for position in range(max(row.num_computed, kept), end):
                 blocks = self._entry(group, table, position // group.block_size)
                 assert blocks or group.kind == "inputs", "nothing is stored in the null block"
                 for block in blocks:

@@ -56,6 +56,17 @@ def test_H_4_a_hit_is_the_longest_border_that_all_groups_share() -> None:
     assert run_one(driver, list(range(1000, 1100))) == 96, "and the prompt's last"
 
 
+@pytest.mark.parametrize("first", [3, 8, 10, 12, 15])
+def test_H_4_of_a_chunk_that_two_steps_compute_those_blocks_are_found_that_the_first_one_fills(first: int) -> None:
+    """The second step reaches further than the next chunk, and of chunks before it keeps nothing."""
+    groups = (full(), *states(16, interval=0))
+    driver = make_driver(groups, max_num_batched_tokens=100)
+    prompt = list(range(1000, 1080))
+    driver.add(make_request(100 - first, 1), make_request(prompt, 1))
+    driver.run()
+    assert run_one(driver, [*prompt[:15], 1, 2]) == first // 4 * 4
+
+
 def test_a_longer_turn_finds_the_last_state_of_the_request_before() -> None:
     driver = make_driver((full(), *states(16, interval=0, blocks=2)))
     first = make_request(30, 40)

@@ -53,6 +53,13 @@ class Policy(abc.ABC):
         """Whether hashes are to find a written entry of a request whose prompt has `num_prompt` tokens."""
         return True
 
+    def is_whole(self, index: int, end: int) -> bool:
+        """Whether the blocks of entry `index`, if it has some, hold all its tokens when the step that passes it ends.
+
+        end: where that step ends.
+        """
+        return True
+
 
 class FullPolicy(Policy):
     """Every query reads everything before it."""
@@ -130,12 +137,18 @@ class ChunkedPolicy(_LocalPolicy):
 class InputsPolicy(ChunkedPolicy):
     """What the tokens of the open chunk bring to a state. Chunks that a step begins and ends leave nothing.
 
-    A step leaves a row at most a chunk before where it ends: drafts that may be rejected are fewer than a chunk.
+    An operator keeps at least what a step brings to the last two chunks that it reaches. A block that an earlier step
+    has begun to fill may so stay without its last tokens. A step leaves a row at most a chunk before where it ends:
+    drafts that may be rejected are fewer than a chunk.
     """
 
     def is_written(self, index: int, low: int) -> bool:
         """See Policy. From the chunk of the row's last token on, so that one token less can be continued from too."""
         return (index + 1) * self._size > (low - 1) // self._span * self._span
+
+    def is_whole(self, index: int, end: int) -> bool:
+        """See Policy. Of a chunk before the last two, operators need not keep what the step brings."""
+        return index * self._size >= (end - 1) // self._span * self._span - self._span
 
     def peak_entries(self, num_tokens: int, max_new: int) -> int:
         """See Policy. The chunk that was open before a step and the one that it leaves, and what lies ahead of each."""

@@ -452,7 +452,7 @@ class KVManager:
             if group in self._unshared:
                 policy = self._policies[group]
                 for index in range(first, last):
-                    if policy.keeps(index, request.num_prompt):
+                    if policy.keeps(index, request.num_prompt) and policy.is_whole(index, up_to):
                         self._being_written.setdefault(request.request_id, []).append((group, index))
             elif first < last:
                 self._publish_entries(entry, group, first, last)

@@ -95,7 +95,8 @@ class StateBackend(Protocol):
     """What computes of layers with states: prefill, decode and verification (1 + k tokens of a row) are one call.
 
     Each operator reads and keeps what bears its own names (`octavo.layers.recurrent` has them) in the layer's states
-    and inputs. The step's tokens are T; a row's results depend on its own tokens alone, however they were cut.
+    and inputs. The step's tokens are T; a row's results depend on its own tokens alone, however they were cut. Of
+    inputs it need keep no more than a row's step brings to the last two chunks that it reaches: see InputsPolicy.
     """
 
     name: str
