@@ -258,7 +258,7 @@ class FakeWorker:
     def _stored(self, row: _Row, num_new: int) -> Iterable[tuple[int, int, tuple[int, ...], bool]]:
         """What a step stores for a row: (block, offset, content, whether it is a state).
 
-        Of inputs no more than a GPU's kernels keep: those of the last two chunks that it reaches.
+        Of inputs no more than every operator keeps: see InputsPolicy.
         """
         end = row.num_computed + num_new
         for index, (group, table) in enumerate(zip(self.groups, row.tables, strict=True)):
@@ -270,7 +270,7 @@ class FakeWorker:
                     for block in self._entry(group, table, border - 1):
                         yield block, 0, (index, border, past), True
                 continue
-            kept = (end - 1) // group.chunk * group.chunk - group.chunk if group.kind == "inputs" else 0
+            kept = end // group.chunk * group.chunk - group.chunk if group.kind == "inputs" else 0
             for position in range(max(row.num_computed, kept), end):
                 blocks = self._entry(group, table, position // group.block_size)
                 assert blocks or group.kind == "inputs", "nothing is stored in the null block"

@@ -56,12 +56,15 @@ def test_H_4_a_hit_is_the_longest_border_that_all_groups_share() -> None:
     assert run_one(driver, list(range(1000, 1100))) == 96, "and the prompt's last"
 
 
+@pytest.mark.parametrize("length", [32, 33, 80])
 @pytest.mark.parametrize("first", [3, 8, 10, 12, 15])
-def test_H_4_of_a_chunk_that_two_steps_compute_those_blocks_are_found_that_the_first_one_fills(first: int) -> None:
-    """The second step reaches further than the next chunk, and of chunks before it keeps nothing."""
+def test_H_4_of_a_chunk_that_two_steps_compute_those_blocks_are_found_that_the_first_one_fills(
+    first: int, length: int
+) -> None:
+    """The second step passes the next chunk, and of chunks before it keeps nothing."""
     groups = (full(), *states(16, interval=0))
     driver = make_driver(groups, max_num_batched_tokens=100)
-    prompt = list(range(1000, 1080))
+    prompt = list(range(1000, 1000 + length))
     driver.add(make_request(100 - first, 1), make_request(prompt, 1))
     driver.run()
     assert run_one(driver, [*prompt[:15], 1, 2]) == first // 4 * 4

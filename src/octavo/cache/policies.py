@@ -137,9 +137,9 @@ class ChunkedPolicy(_LocalPolicy):
 class InputsPolicy(ChunkedPolicy):
     """What the tokens of the open chunk bring to a state. Chunks that a step begins and ends leave nothing.
 
-    An operator keeps at least what a step brings to the last two chunks that it reaches. A block that an earlier step
-    has begun to fill may so stay without its last tokens. A step leaves a row at most a chunk before where it ends:
-    drafts that may be rejected are fewer than a chunk.
+    An operator keeps at least what a step brings to the chunk that is open where it ends, and to the one before that. A
+    block that an earlier step has begun to fill may so stay without its last tokens. A step leaves a row at most a
+    chunk before where it ends: drafts that may be rejected are fewer than a chunk.
     """
 
     def is_written(self, index: int, low: int) -> bool:
@@ -147,8 +147,8 @@ class InputsPolicy(ChunkedPolicy):
         return (index + 1) * self._size > (low - 1) // self._span * self._span
 
     def is_whole(self, index: int, end: int) -> bool:
-        """See Policy. Of a chunk before the last two, operators need not keep what the step brings."""
-        return index * self._size >= (end - 1) // self._span * self._span - self._span
+        """See Policy. Of other chunks operators need not keep what the step brings."""
+        return index * self._size >= end // self._span * self._span - self._span
 
     def peak_entries(self, num_tokens: int, max_new: int) -> int:
         """See Policy. The chunk that was open before a step and the one that it leaves, and what lies ahead of each."""

@@ -96,7 +96,7 @@ class StateBackend(Protocol):
 
     Each operator reads and keeps what bears its own names (`octavo.layers.recurrent` has them) in the layer's states
     and inputs. The step's tokens are T; a row's results depend on its own tokens alone, however they were cut. Of
-    inputs it need keep no more than a row's step brings to the last two chunks that it reaches: see InputsPolicy.
+    inputs it need keep no more than InputsPolicy says.
     """
 
     name: str
