@@ -1,6 +1,6 @@
 """The seeded cases of `fuzz_engines.py`: an engine's settings, requests that come and go, and what happens between.
 
-A case is data: it is drawn without an engine, and the same of the same seed, models, device and number of drafts.
+A case is data: it is drawn without an engine, and the same of the same seed, model, device and number of drafts.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Case:
 
 def draw(seed: int, models: Sequence[str], device: str, num_drafts: int | None = None) -> Case:
     """The case of a seed. num_drafts: of each row, as far as the drafter and the model allow; then none is without."""
+    model = random.Random(f"model of {seed}").choice(models)
     rng = random.Random(seed)
-    model = rng.choice(models)
     numerics = _numerics(rng, model, device)
     settings = _settings(rng, model, numerics["max_model_len"])
     drafts = _drafts(rng, model, num_drafts)
@@ -95,7 +95,7 @@ def draw(seed: int, models: Sequence[str], device: str, num_drafts: int | None =
         drafts = {}
     store: Fields = {}
     if settings["enable_prefix_caching"] and rng.random() < 0.3:
-        sizes = {"host": [300_000, 2_000_000, 20_000_000], "files": [300_000, 1_000_000, 50_000_000]}
+        sizes = {"host": [1_000_000, 3_000_000, 20_000_000], "files": [1_000_000, 5_000_000, 50_000_000]}
         store = {name: rng.choice(sizes[name]) for name in rng.choice([("host",), ("files",), ("host", "files")])}
     starts = _starts(rng, model)
     requests = tuple(_request(rng, starts, numerics) for _ in range(rng.choice([5, 10, 20, 40])))

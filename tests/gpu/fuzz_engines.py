@@ -6,8 +6,8 @@ end between resets, pauses, sleep and new weights. A finished request must be wh
 same numerics without prefix cache and drafts, an aborted one a beginning of it; at the end nobody holds a block. It
 prints a line for each case that differs, with its first difference, and counts last; ends with 1 if any differed.
 
-A case whose settings an engine refuses is counted as refused. `--first SEED --count 1` with the same models, device and
-drafts is the same case again.
+A case whose settings an engine refuses is counted as refused. `--first SEED --count 1 --models MODEL` with the same
+device and drafts is the same case again.
 """
 
 from __future__ import annotations
@@ -387,7 +387,7 @@ def main(argv: list[str]) -> int:
                 found = fuzzer.run(case)
             except RefusedError as error:
                 fuzzer.counts.refused += 1
-                print(f"refused: seed {seed}: {str(error)[:150]}", flush=True)
+                print(f"refused: seed {seed} of {case.model}: {str(error)[:150]}", flush=True)
                 continue
             except Exception:
                 found = [traceback.format_exc(limit=-4).strip().replace("\n", " | ")]
@@ -395,7 +395,10 @@ def main(argv: list[str]) -> int:
                     fuzzer.close()
             if found:
                 fuzzer.counts.different += 1
-                print(f"different: seed {seed}: {found[0]}; {len(found) - 1} more; {_told(case)}", flush=True)
+                print(
+                    f"different: seed {seed} of {case.model}: {found[0]}; {len(found) - 1} more; {_told(case)}",
+                    flush=True,
+                )
         print(fuzzer.counts, flush=True)
     return int(fuzzer.counts.different > 0)
 
@@ -403,7 +406,7 @@ def main(argv: list[str]) -> int:
 def _told(case: Case) -> str:
     """What a line says of a case: all but its requests."""
     shown = {**dataclasses.asdict(case), "requests": len(case.requests)}
-    return ", ".join(f"{name}={value}" for name, value in shown.items() if name != "seed")
+    return ", ".join(f"{name}={value}" for name, value in shown.items() if name not in ("seed", "model"))
 
 
 if __name__ == "__main__":
