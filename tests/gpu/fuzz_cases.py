@@ -93,9 +93,11 @@ def draw(seed: int, models: Sequence[str], device: str, num_drafts: int | None =
     drafts = _drafts(rng, model, num_drafts)
     if rng.random() >= 0.8 and not num_drafts:
         drafts = {}
+    if drafts.get("method", "ngram") != "ngram":
+        numerics.pop("kv_cache_dtype", None)  # a drafter's layers have no scales
     store: Fields = {}
     if settings["enable_prefix_caching"] and rng.random() < 0.3:
-        sizes = {"host": [1_000_000, 3_000_000, 20_000_000], "files": [1_000_000, 5_000_000, 50_000_000]}
+        sizes = {"host": [2_000_000, 5_000_000, 20_000_000], "files": [1_000_000, 5_000_000, 50_000_000]}
         store = {name: rng.choice(sizes[name]) for name in rng.choice([("host",), ("files",), ("host", "files")])}
     starts = _starts(rng, model)
     requests = tuple(_request(rng, starts, numerics) for _ in range(rng.choice([5, 10, 20, 40])))
