@@ -6,13 +6,15 @@
 #   trainer: a trainer's forward beside the engine's log-probabilities, 20,000 tokens of 0.6b and of 8b among them
 #   AXES: octavo bench reproducibility in bfloat16, all axes, of the bundled models and of 0.6b; of the hybrid in two parts, of 8b in three
 # Named parts, or all: recorded families trainer tiny hybrid_a hybrid_b 0.6b 8b_a 8b_b 8b_c. Table last.
+# By name alone: fuzz, random engines beside plain ones (tests/gpu/fuzz_engines.py), four processes by models, from seeds FIRST (0) on.
 # By name alone, as many a call as there are GPUs, LIMIT=195: all axes of the shapes mamba2 and gdn, SHAPE_PART. Parts: beside (20,000 tokens: other
 # requests), hits (4,096: the cache, and A, B, A 1,000 times), drafts (4,096: drafts, preemption, host memory, everything),
 # blocks (4,096: sizes of blocks, no graphs), chunks (20,000: steps of 7, 64, 100 and 512 tokens).
 set -u
 PY=${PY:-python3}; OUT=${OUT:-/tmp}; LIMIT=${LIMIT:-560}
-export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 HF_HUB_DISABLE_PROGRESS_BARS=1
 WANTED=" ${*:-recorded families trainer tiny hybrid_a hybrid_b 0.6b 8b_a 8b_b 8b_c} "
+WANTED=${WANTED/ fuzz / fuzz_a fuzz_b fuzz_c fuzz_d }
 GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); [ "${GPUS:-0}" -gt 0 ] || GPUS=1
 T="$PY -m pytest -q -p no:cacheprovider -o addopts= -m gpu -rfE"
 B="$PY -m octavo bench reproducibility --device cuda --dtype bfloat16"
@@ -42,6 +44,12 @@ part hybrid_a 1 $B --model octavo-tiny-hybrid $M 8G "${E[@]}"
 part hybrid_b 1 $B --model octavo-tiny-hybrid $M 8G "${F[@]}"
 part families 0 $T -n 8 --dist loadgroup tests/gpu/test_families_gpu.py
 part trainer 1 $T -n 4 tests/gpu/test_rl_gpu.py
+FUZZ="$PY tests/gpu/fuzz_engines.py --count 100000 --seconds $((LIMIT > 90 ? LIMIT - 60 : LIMIT / 3))"
+FIRST=${FIRST:-0} # each part draws its own cases
+part fuzz_a 0 $FUZZ --first "$FIRST" --models octavo-tiny,qwen3-h
+part fuzz_b 1 $FUZZ --first $((FIRST + 100000)) --models octavo-tiny-hybrid,q3n-h
+part fuzz_c 2 $FUZZ --first $((FIRST + 200000)) --models mamba2-h,granite-h
+part fuzz_d 3 $FUZZ --first $((FIRST + 300000)) --models lfm2-h,jamba-h,deepseek3
 for shape in mamba2 gdn; do # each alone on a GPU: an engine takes what is free
   R="$B --shape $shape"
   part ${shape}_beside ${#names[@]} $R --tokens 20000 --axis restart --axis "batch size" --axis order --axis neighbours --axis "mixed steps" --axis siblings --axis logprobs
