@@ -3,8 +3,9 @@
 `python3 tests/gpu/fuzz_engines.py [--device cuda] [--first 0] [--count N] [--seconds S] [--models A,B] [--drafts K]`
 runs the cases of seeds FIRST, FIRST + 1, ...: an engine of random settings, with requests that come, are aborted and
 end between resets, pauses, sleep and new weights. A finished request must be what it is alone in an eager engine of the
-same numerics without prefix cache and drafts, an aborted one a beginning of it; at the end nobody holds a block. It
-prints a line for each case that differs, with its first difference, and counts last; ends with 1 if any differed.
+same numerics without prefix cache and drafts, an aborted one a beginning of it; at the end nobody holds a block, and
+tensors that lie between a step's own are as they were. It prints a line for each case that differs, with its first
+difference, and counts last; ends with 1 if any differed.
 
 A case whose settings an engine refuses is counted as refused. `--first SEED --count 1 --models MODEL` with the same
 device and drafts is the same case again.
@@ -13,6 +14,7 @@ device and drafts is the same case again.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -27,6 +29,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "e2e"))
 
 from engine_checks import num_missing_blocks
@@ -39,6 +43,7 @@ from octavo.text.thinking import ThinkingRule
 
 MAX_IDLE_STEPS = 20_000  # in a row, in which no token is computed though somebody waits
 MAX_SETTLING_STEPS = 5_000  # behind the last request, until blocks are free that transfers hold
+MAX_BYSTANDERS, STEPS_BETWEEN_LOOKS = 400, 4
 MAX_PLAIN_ENGINES = 4  # that are kept
 POOL_BYTES = 192 << 20
 PLAIN: Fields = {
@@ -49,6 +54,7 @@ PLAIN: Fields = {
     "max_num_seqs": 64,
     "kv_cache_memory_bytes": POOL_BYTES,
 }
+_UNTOUCHED = 0x5A
 Facts = dict[str, Any]  # name -> what a request's outputs say of it together
 
 
@@ -107,11 +113,42 @@ def difference(found: Facts, expected: Facts, *, is_part: bool = False) -> str:
     return f"{sorted(found.keys() - expected.keys())} alone has not" if found.keys() - expected.keys() else ""
 
 
+class Bystanders:
+    """Tensors that no step has to do with, in memory that steps have used: one that changes was written by a kernel
+    that left its own tensors.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.kept: collections.deque[torch.Tensor] = collections.deque(maxlen=MAX_BYSTANDERS)
+        self._num_steps, self.found = 0, list[str]()
+
+    def step(self) -> None:
+        """A few more each step, of which the last ones are kept; all are looked at now and then."""
+        self._num_steps += 1
+        sizes = (512, 512, 512, 1024, 4096, 32768)  # bytes: what small steps take
+        self.kept += [torch.full((size,), _UNTOUCHED, dtype=torch.uint8, device=self._device) for size in sizes]
+        if self._num_steps % STEPS_BETWEEN_LOOKS == 0:
+            self.look()
+
+    def look(self) -> None:
+        """Note what has changed."""
+        if not self.kept or bool((torch.cat([*self.kept]) == _UNTOUCHED).all()):
+            return
+        for tensor in self.kept:
+            wrong = tensor[tensor != _UNTOUCHED]
+            if len(wrong):
+                told = bytes(wrong[:16].tolist()).hex()
+                self.found.append(f"step {self._num_steps}: {len(wrong)} bytes of others' memory are {told}")
+                tensor.fill_(_UNTOUCHED)
+
+
 class Driver:
     """An engine whose requests are told by name, stepped until they end."""
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, bystanders: Bystanders | None = None) -> None:
         self.llm, self.engine = llm, llm.engine
+        self._bystanders = bystanders
         self.answers: dict[str, Answer] = {}
         self.unfinished: set[str] = set()
         self.aborted: set[str] = set()
@@ -137,6 +174,8 @@ class Driver:
 
     def step(self) -> None:
         """Raises RuntimeError where nothing goes on."""
+        if self._bystanders is not None:
+            self._bystanders.step()
         before = self.engine.scheduler.num_scheduled_tokens
         for output in self.engine.step():
             self.answers[output.request_id].take(output)
@@ -239,11 +278,13 @@ class Fuzzer:
                 raise RefusedError(str(error)) from None
             with contextlib.closing(llm):
                 self.counts.engines += 1
-                driver, expected = Driver(llm), answers_alone(plain, case.requests)
+                bystanders = Bystanders(self._device)
+                driver, expected = Driver(llm, bystanders), answers_alone(plain, case.requests)
                 refusals = list(self._drive(driver, case, expected))
                 found = [*refusals, *differences(driver, case.requests, expected), *driver.end()]
+                bystanders.look()
                 self._count(driver)
-        return found
+        return [*bystanders.found, *found]
 
     def close(self) -> None:
         """Release the plain engines."""

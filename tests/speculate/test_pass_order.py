@@ -18,6 +18,7 @@ class Recorder:
     """A drafter, its batches and its sampler, which say what they are asked for."""
 
     taps = ()
+    attends_to_store = False
 
     def __init__(self) -> None:
         self.seen: list[str] = []

@@ -43,6 +43,21 @@ def test_nothing_differs(capsys: pytest.CaptureFixture[str], model: str, first: 
     assert count(lines, "drafts accepted") > 10 and count(lines, "hits") > 10
 
 
+def test_memory_of_others_that_a_step_writes_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = fuzz_engines.Bystanders.step
+
+    def stray(bystanders: fuzz_engines.Bystanders) -> None:
+        step(bystanders)
+        if len(bystanders.kept) == 30:
+            bystanders.kept[-3][7] = 1
+
+    monkeypatch.setattr(fuzz_engines.Bystanders, "step", stray)
+    status, lines = run(capsys, "--models", "octavo-tiny", "--first", MANY, "--count", 1)
+    assert status == 1 and "1 bytes of others' memory are 01" in lines[0]
+
+
 def test_a_log_probability_that_is_off_beside_others_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -275,25 +275,8 @@ class FusedRopeBackend(AttentionBackend, Protocol):
         """What `qk_norm_rope_store` does with projected [tokens, channels], and `run` with the q that it gives."""
 
 
-class TableContext:
-    """What the layers of one block table share: their backend, and the inputs that it was prepared with last."""
-
-    __slots__ = ("backend", "inputs")
-
-    inputs: AttentionInputs
-
-    def __init__(self, backend: AttentionBackend) -> None:
-        """`inputs` come with the first step."""
-        self.backend = backend
-
-    def prepare(self, inputs: AttentionInputs, *, for_capture: bool) -> None:
-        """Take in a step's inputs, and let the backend plan for them."""
-        self.inputs = inputs
-        self.backend.prepare(inputs, for_capture=for_capture)
-
-
 class NoBackend:
-    """Of layers that do not attend: it can do nothing, and nothing is asked of it."""
+    """Of layers, or passes, that do not attend: it can do nothing, and nothing is asked of it."""
 
     capability = Capability(devices=(), dtypes=())
 
@@ -319,10 +302,34 @@ class NoBackend:
         layer: LayerTensors = NO_TENSORS,
     ) -> None:
         """Of no layer."""
-        raise AssertionError("a layer that does not attend has no backend to run")
+        raise AssertionError("a layer that does not attend, or a pass that only stores, has no backend to run")
 
 
-NO_TABLE = TableContext(NoBackend())
+NO_BACKEND = NoBackend()
+
+
+class TableContext:
+    """What the layers of one block table share: the inputs of a pass, and a backend that was prepared with them."""
+
+    __slots__ = ("_backend", "backend", "inputs")
+
+    inputs: AttentionInputs
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        """`inputs` come with the first step."""
+        self._backend = self.backend = backend
+
+    def prepare(self, inputs: AttentionInputs, *, for_capture: bool) -> None:
+        """Take in a pass's inputs, and let the backend plan for them."""
+        self.inputs, self.backend = inputs, self._backend
+        self.backend.prepare(inputs, for_capture=for_capture)
+
+    def prepare_stores(self, inputs: AttentionInputs) -> None:
+        """Take in the inputs of a pass that stores and does not attend: nothing is planned, so nothing may run."""
+        self.inputs, self.backend = inputs, NO_BACKEND
+
+
+NO_TABLE = TableContext(NO_BACKEND)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -92,7 +92,7 @@ class DefaultModelState:
             if attends:
                 table.prepare(inputs, for_capture=for_capture)
             else:
-                table.inputs = inputs
+                table.prepare_stores(inputs)
 
     def _context(self, batch: Batch, *, for_capture: bool) -> ForwardContext:
         return ForwardContext(

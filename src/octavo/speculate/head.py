@@ -88,7 +88,8 @@ class HeadSpeculator:
             if place < step.num_drafts:
                 module.draw(states.index_select(0, last), self._sampler.rows(step, place))
             tokens = step.tokens_behind(2 + place)  # of which that draft may be one
-        with forward_context(layers.of(batches.store(step), number)):
+        context = (batches.again if drafter.attends_to_store else batches.store)(step)
+        with forward_context(layers.of(context, number)):
             drafter.store(tokens, states)
         for place in range(number, step.num_drafts):
             first = place == number

@@ -51,6 +51,10 @@ class GatedAttention(Attention):
         seen = self.attend(self.rope_and_store(both[:, : -self._size]))
         return gated_by(seen, both[:, -self._size :], "sigmoid")
 
+    def store(self, x: torch.Tensor) -> None:
+        """See Attention."""
+        self.rope_and_store(self.qkv.forward(x)[:, : -self._size])
+
     @property
     def out(self) -> Linear:
         """The last product, by the name that other mixers give it."""

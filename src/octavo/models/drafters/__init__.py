@@ -29,6 +29,7 @@ DRAFTERS = Registry(
 class DraftHead(Loadable, Protocol):
     """Its layers are numbered from 0, in a context of their own."""
 
+    attends_to_store: bool  # whether `store` is a pass that attends
     taps: Sequence[int]  # it reads the stream behind so many of the target's layers; empty: the last norm's result
 
     def begin(self, given: torch.Tensor) -> torch.Tensor:

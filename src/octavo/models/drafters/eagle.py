@@ -54,6 +54,7 @@ class EagleHead(Layer):
     ignored_weights: Sequence[str] = ("*.rotary_emb.inv_freq", "lm_head.weight")
     stacked_weights: Mapping[str, Sequence[str]] = {}
     other_prefixes: Mapping[str, str] = {"model.": ""}
+    attends_to_store = False
     taps: Sequence[int] = ()
 
     def __init__(self, draft: DraftArch, target: CausalLM, dtype: torch.dtype) -> None:

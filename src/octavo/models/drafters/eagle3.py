@@ -90,6 +90,7 @@ class Eagle3Head(Layer):
     ignored_weights: Sequence[str] = ("t2d", "*.rotary_emb.inv_freq")  # t2d says the same as d2t
     stacked_weights: Mapping[str, Sequence[str]] = {}
     other_prefixes: Mapping[str, str] = {"layers.0.": "midlayer.", "model.": ""}
+    attends_to_store = False
 
     def __init__(self, draft: DraftArch, target: CausalLM, dtype: torch.dtype) -> None:
         """On the meta device. target: whose embedding serves, unless the checkpoint brings one."""

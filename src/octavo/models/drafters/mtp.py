@@ -18,6 +18,7 @@ from torch import nn
 from octavo.attention.base import current_context
 from octavo.cache.specs import LayerSpec
 from octavo.checkpoint.arch import Arch, DraftArch
+from octavo.layers.attention import Attention
 from octavo.layers.base import Layer
 from octavo.layers.chain import Line, learn
 from octavo.layers.decoder import Decoder
@@ -67,8 +68,7 @@ class MtpModule(Layer):
         self.norm = RMSNorm(size, eps, offset)
         self.__dict__["embedding"], self.__dict__["head"] = target.embedding, target.head  # references, not children
         self.weight_map = _weight_map(draft, alone, number)
-        chain = learn(self.layer.forward)
-        self._lines: Sequence[Line] = () if chain is None else chain.lines
+        self._before, self._store = _lines_to_store(self.layer)
 
     layer: Layer
     rotary: nn.ModuleList
@@ -86,16 +86,20 @@ class MtpModule(Layer):
         both, _ = embed_with_states(self.embedding, tokens, states, norms, pick, behind_draw=behind_draw)
         return linear_of_few(both, self.combine.packed)
 
+    @property
+    def attends_to_store(self) -> bool:
+        """Of a layer whose lines are not known, which runs as it is written."""
+        return self._store is None
+
     def store(self, tokens: torch.Tensor, states: torch.Tensor) -> None:
         """The lines of the layer that lie before its attention."""
         x = self._enter(tokens, states)
-        if not any(line.kind == "attend" for line in self._lines):
+        if self._store is None:
             self.layer.forward(x)
             return
-        for line in self._lines:
-            if line.kind == "attend":
-                return
+        for line in self._before:
             x = line.run(x)
+        self._store(x)
 
     def forward(
         self, tokens: torch.Tensor, states: torch.Tensor, pick: torch.Tensor | None = None, *, behind_draw: bool = False
@@ -116,6 +120,21 @@ class MtpModule(Layer):
     def draw(self, states: torch.Tensor, of: DraftRows) -> torch.Tensor:
         """By their logits."""
         return draw_drafts(self.logits(states), None, of)
+
+
+def _lines_to_store(layer: Layer) -> tuple[Sequence[Line], Callable[[torch.Tensor], object] | None]:
+    """A layer's lines, and what behind them stores K and V: the last of these, or a mixer that is a line as a whole.
+
+    None where its lines are not known.
+    """
+    chain = learn(layer.forward)
+    lines = [] if chain is None else chain.lines
+    for place, line in enumerate(lines):
+        if line.kind == "attend":
+            return lines[: place - 1], lines[place - 1].run
+        if line.kind == "own" and isinstance(line.owner, Attention) and line.run == line.owner.forward:
+            return lines[:place], line.owner.store
+    return (), None
 
 
 def _weight_map(draft: DraftArch, alone: CausalLM, number: int) -> WeightMap:
