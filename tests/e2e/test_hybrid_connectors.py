@@ -203,6 +203,19 @@ def test_C_12_a_connector_that_moves_blocks_of_tokens_alone_is_refused_by_name(m
     assert settle(llm)[0].num_loaded_tokens == 256, "what stores bytes by name stores states"
 
 
+def test_C_12_layers_are_named_as_the_checkpoint_numbers_them(tmp_path: Path, monkeypatch):
+    """Of Falcon-H1 each is two of the engine's: five layers were said to be 1, 3, 5, 7 and more."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "tests" / "packages"))
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "adapters" / "octavo-vllm" / "src"))
+    theirs = {"kv_connector": "MemoryConnector", "kv_connector_module_path": "vllm_connector", "kv_role": "kv_both"}
+    sizes = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 24, "mamba_n_groups": 2}
+    sizes |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    falcon = {"architectures": ["FalconH1ForCausalLM"], "num_hidden_layers": 5, "vocab_size": 300, **sizes}
+    settings = random_models.settings_of({**falcon, "max_position_embeddings": 512}, tmp_path)
+    with pytest.raises(ConfigError, match=r"and layers 0, 1, 2, 3\.\.\. of this model keep states; take one of"):
+        LLM(**settings, kv_transfer_config=theirs)
+
+
 def test_the_models_prompt_text_takes_the_same_way(make_llm: Make):
     """What users do: a text, twice, with the device's cache emptied between."""
     llm = make_llm(**TINY, kv_transfer_config=host())

@@ -147,7 +147,7 @@ def _without_graphs(model: Model, resolved: Resolved) -> Resolved:
     layers = [index for index, spec in specs if isinstance(spec, StateSpec) and not spec.in_graphs]
     if not layers or resolved.device != "cuda" or resolved.enforce_eager:
         return resolved
-    reason = f"no graph holds a layer with a state: layer {layers[0]}"
+    reason = f"no graph holds a layer with a state: layer {layers[0] // model.arch.layers_of_each}"
     return dataclasses.replace(resolved, enforce_eager=True, why={**resolved.why, "enforce_eager": reason})
 
 
