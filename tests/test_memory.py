@@ -76,7 +76,7 @@ def test_a_block_counts_the_layers_of_the_largest_group() -> None:
 @pytest.mark.parametrize("step", [1, 16, 512, 4096])
 def test_the_scheduler_needs_what_the_plan_counts(specs: Sequence[LayerSpec], length: int, step: int) -> None:
     groups = make_groups(specs, 16)
-    need = blocks_for_request(groups, length, step)
+    need = blocks_for_request(groups, length, step, drafts=False)
     assert KVManager(groups, need + 1).fits_alone(length, step)
     assert need < 2 or not KVManager(groups, need).fits_alone(length, step)
 
@@ -186,7 +186,7 @@ def test_a_smaller_step_that_would_do_is_named_and_does() -> None:
         made = numbers(kv_cache_memory_bytes=num_blocks * size, **own)
         return plan_memory(ARCH, made, groups, 64 << 20, weight_bytes=0, **lying(groups, made))
 
-    needed = {tokens: blocks_for_request(groups, 1024, tokens) + 1 for tokens in (4, 512)}
+    needed = {tokens: blocks_for_request(groups, 1024, tokens, drafts=False) + 1 for tokens in (4, 512)}
     assert needed[4] < needed[512]
     enough = needed[512] - 1
     with pytest.raises(ConfigError, match=r"--max-num-batched-tokens to at most (\d+)$") as caught:
@@ -233,7 +233,7 @@ def test_the_least_number_of_blocks_is_named_and_serves(model: str, fields: dict
 def test_what_a_usual_length_needs_is_named_too() -> None:
     """And memory, where that is what lacks."""
     groups = make_groups(HYBRID, 16)
-    least, usual = (blocks_for_request(groups, tokens, 512) + 1 for tokens in (2, 2048))
+    least, usual = (blocks_for_request(groups, tokens, 512, drafts=False) + 1 for tokens in (2, 2048))
     made = numbers(num_gpu_blocks_override=2)
     assert 2 < least < usual and made.max_num_batched_tokens == 512
     given = {"weight_bytes": 0, **lying(groups, made)}

@@ -8,8 +8,9 @@ request of `max_model_len` tokens and the null block.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.cache.groups import CacheGroup, TableSpec, block_bytes
@@ -192,25 +193,26 @@ def _fit_blocks(
     num_ahead: tokens that a step may need blocks for beyond its budget.
     """
     max_new = resolved.max_num_batched_tokens + num_ahead
-    per_request = blocks_for_request(groups, resolved.max_model_len, max_new)
+    needed = functools.partial(blocks_for_request, groups, drafts=num_ahead > 0)
+    per_request = needed(resolved.max_model_len, max_new)
     available = free_bytes - sum(parts.values())
     if resolved.device == "cuda":
         available -= int((1.0 - resolved.gpu_memory_utilization) * total_bytes)
     num_blocks, rule = _count_blocks(resolved, available, per_block, per_request)
     length = resolved.max_model_len
     if num_blocks - 1 < per_request:
-        length = _fit_length(resolved, groups, num_blocks - 1, max_new)
+        length = _fit_length(resolved, needed, num_blocks - 1, max_new)
         if not resolved.max_model_len_is_auto or length < _SHORTEST:
             taken = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
             left = f"{show_bytes(max(available, 0))} are left of {show_bytes(free_bytes)} after {taken}"
             least = per_request + 1
             if rule in _OF_USER:
                 if resolved.max_model_len_is_auto:
-                    least = blocks_for_request(groups, _SHORTEST, max_new) + 1
+                    least = needed(_SHORTEST, max_new) + 1
                 left = "" if least * per_block <= available else left  # empty: it is not memory that lacks
-            step = _fit_step(resolved, groups, num_blocks - 1, num_ahead)
+            step = _fit_step(resolved, needed, num_blocks - 1, num_ahead)
             raise _too_small(resolved, left, per_block, (least, per_request + 1), num_blocks, length, step)
-        per_request = blocks_for_request(groups, length, max_new)
+        per_request = needed(length, max_new)
     return _Fitted(num_blocks, length, per_request, rule)
 
 
@@ -295,26 +297,26 @@ def _count_blocks(resolved: Resolved, available: int, per_block: int, per_reques
     return usual if usual > per_request else min(most, per_request + 1), "a share of the free memory"
 
 
-def _fit_length(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int, max_new: int) -> int:
+def _fit_length(resolved: Resolved, needed: Callable[[int, int], int], num_blocks: int, max_new: int) -> int:
     """The longest request, at most max_model_len, that `num_blocks` hold; 0 if none."""
     low, high = 0, resolved.max_model_len
     while low < high:
         middle = (low + high + 1) // 2
-        if blocks_for_request(groups, middle, max_new) <= num_blocks:
+        if needed(middle, max_new) <= num_blocks:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def _fit_step(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int, num_ahead: int) -> int:
+def _fit_step(resolved: Resolved, needed: Callable[[int, int], int], num_blocks: int, num_ahead: int) -> int:
     """The largest max_num_batched_tokens with which `num_blocks` hold a request of max_model_len; 0: none does.
 
     Steps of fewer tokens need fewer blocks of windows and of open chunks at once.
     """
 
     def fits(tokens: int) -> bool:
-        return blocks_for_request(groups, resolved.max_model_len, tokens + num_ahead) <= num_blocks
+        return needed(resolved.max_model_len, tokens + num_ahead) <= num_blocks
 
     if resolved.looks_ahead or not resolved.enable_chunked_prefill or not fits(resolved.max_num_seqs):
         return 0
