@@ -15,6 +15,7 @@ import random_models
 import recurrent_rig as rig
 from engine_checks import GOOD_PROMPT
 from octavo import LLM, SamplingParams
+from octavo.cache.policies import InputsPolicy
 from octavo.config.settings import ConfigError
 from octavo.kv_connector.worker.block_files import BlockFiles
 from octavo.kv_connector.worker.host_memory import HostHandler
@@ -181,6 +182,27 @@ def test_O_7_pressure_on_both_pools_changes_no_bit(policy: str, make_llm: Make, 
         before, (stats, moved) = stats, settle(llm)
     assert stats.num_loaded_tokens > before.num_loaded_tokens
     assert not stats.num_load_failures and moved.stored_bytes <= (3 + 16 * (policy == "lru")) << 20
+
+
+def test_a_hit_on_inputs_that_no_operator_promises_is_seen(make_llm: Make, monkeypatch):
+    """A block that one step begins and the next one leaves two chunks behind: kernels of a GPU do not complete it."""
+    other, prompt, again = OTHER * 4, LONG[:200], [*LONG[:50], 9]
+    fields = {**TINY, "max_num_batched_tokens": 200, "async_scheduling": False, "block_size": BLOCK}
+    with make_llm(**fields, enable_prefix_caching=False) as llm:
+        expected = answers(llm, [again])
+    assert len(other) == 160 and len(LONG) >= 200
+
+    def found() -> tuple[int, bool]:
+        """How many tokens, and whether their answer is as ever."""
+        with make_llm(**fields) as llm:
+            answers(llm, [other, prompt])  # a step of 160 and 40 tokens, then one of 160
+            (output,) = llm.generate([{"prompt_token_ids": again}], PARAMS, use_tqdm=False)
+            one = output.outputs[0]
+            return output.num_cached_tokens, [(one.token_ids, one.logprobs)] == expected
+
+    assert found() == (32, True)
+    monkeypatch.setattr(InputsPolicy, "is_whole", lambda self, index, end: True)
+    assert found() == (48, False)
 
 
 def test_C_12_a_connector_that_moves_blocks_of_tokens_alone_is_refused_by_name(make_llm: Make, monkeypatch):
