@@ -68,8 +68,10 @@ class Drafter:
 
     def is_within(self, key: GraphKey) -> bool:
         """Whether the graph of this key holds its proposing; one of steps without drafts, its stores."""
-        stores = self._stores_within and key not in self._without
-        return self._speculator.captures and (key.num_drafts > 0 or stores)
+        if key.num_drafts:
+            return self._speculator.captures
+        is_without = bool(self._without) and key in self._without  # asked each step: mostly there are none
+        return self._stores_within and not is_without and self._speculator.captures
 
     def leave_graphs(self, error: RuntimeError, key: GraphKey) -> bool:
         """A plain step's graph could not be captured: it is to hold no stores. False where it would hold none anyway.
