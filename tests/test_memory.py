@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from architectures import ARCH, CPU
+from octavo import LLM, SamplingParams
 from octavo.cache.groups import CacheGroup, block_bytes, make_groups, table_of_each
 from octavo.cache.plan import CachePlan, show_bytes
 from octavo.cache.policies import blocks_for_request
@@ -75,7 +76,7 @@ def test_a_block_counts_the_layers_of_the_largest_group() -> None:
 @pytest.mark.parametrize("step", [1, 16, 512, 4096])
 def test_the_scheduler_needs_what_the_plan_counts(specs: Sequence[LayerSpec], length: int, step: int) -> None:
     groups = make_groups(specs, 16)
-    need = blocks_for_request(groups, length, step)
+    need = blocks_for_request(groups, length, step, drafts=False)
     assert KVManager(groups, need + 1).fits_alone(length, step)
     assert need < 2 or not KVManager(groups, need).fits_alone(length, step)
 
@@ -185,7 +186,7 @@ def test_a_smaller_step_that_would_do_is_named_and_does() -> None:
         made = numbers(kv_cache_memory_bytes=num_blocks * size, **own)
         return plan_memory(ARCH, made, groups, 64 << 20, weight_bytes=0, **lying(groups, made))
 
-    needed = {tokens: blocks_for_request(groups, 1024, tokens) + 1 for tokens in (4, 512)}
+    needed = {tokens: blocks_for_request(groups, 1024, tokens, drafts=False) + 1 for tokens in (4, 512)}
     assert needed[4] < needed[512]
     enough = needed[512] - 1
     with pytest.raises(ConfigError, match=r"--max-num-batched-tokens to at most (\d+)$") as caught:
@@ -197,6 +198,50 @@ def test_a_smaller_step_that_would_do_is_named_and_does() -> None:
     with pytest.raises(ConfigError, match="one request needs") as caught:
         planned(needed[4] - 1, max_num_batched_tokens=512)
     assert "batched" not in str(caught.value)
+
+
+DRAFTS: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        ("octavo-tiny-hybrid", {}),
+        ("octavo-tiny-hybrid", {"max_model_len": 64}),
+        ("octavo-tiny-hybrid", {"block_size": 64, "enable_prefix_caching": False, "speculative_config": DRAFTS}),
+        (
+            "octavo-tiny",
+            {"max_model_len": 64, "speculative_config": {**DRAFTS, "method": "mtp", "model": "octavo-tiny-mtp"}},
+        ),
+    ],
+)
+def test_the_least_number_of_blocks_is_named_and_serves(model: str, fields: dict[str, Any]) -> None:
+    """567 blocks were asked for, those of 2048 tokens, where 18 serve; and 22.8 GiB were said to be left of 22.8."""
+    own = {"model": model, "dtype": "float32", **fields}
+    with pytest.raises(ConfigError, match=r"^num_gpu_blocks_override=2: one request .*; set it to at least ") as few:
+        LLM(**own, num_gpu_blocks_override=2)
+    assert "left" not in str(few.value)
+    least = int(re.findall(r"at least (\d+)", str(few.value))[0])
+    with pytest.raises(ConfigError, match=rf"^num_gpu_blocks_override={least - 1}: .* needs {least} blocks"):
+        LLM(**own, num_gpu_blocks_override=least - 1)
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    with LLM(**own, num_gpu_blocks_override=least) as llm:
+        outputs = llm.generate([{"prompt_token_ids": [5]}] * 2, params, use_tqdm=False)
+        assert {len(output.outputs[0].token_ids) for output in outputs} == {llm.engine.memory.max_model_len - 1}
+
+
+def test_what_a_usual_length_needs_is_named_too() -> None:
+    """And memory, where that is what lacks."""
+    groups = make_groups(HYBRID, 16)
+    least, usual = (blocks_for_request(groups, tokens, 512, drafts=False) + 1 for tokens in (2, 2048))
+    made = numbers(num_gpu_blocks_override=2)
+    assert 2 < least < usual and made.max_num_batched_tokens == 512
+    given = {"weight_bytes": 0, **lying(groups, made)}
+    with pytest.raises(ConfigError) as refused:
+        plan_memory(ARCH, made, groups, 1 << 30, **given)
+    assert str(refused.value).endswith(f"; set it to at least {least}, or to {usual} for requests of 2048 tokens")
+    with pytest.raises(ConfigError, match=r"needs .*: 0 B are left of 1.0 MiB after workspace .*; set it to at least"):
+        plan_memory(ARCH, made, groups, 1 << 20, **given)
 
 
 def test_no_memory_at_all_is_refused() -> None:

@@ -310,8 +310,9 @@ def test_a_plain_decode_step_is_tried_again_with_less(no_device: None) -> None:
             raise torch.OutOfMemoryError("no room")
         return torch.zeros(1)
 
-    def lighten(error: RuntimeError) -> bool:
+    def lighten(error: RuntimeError, key: GraphKey) -> bool:
         nonlocal is_heavy
+        assert key is tried[-1]
         was, is_heavy = is_heavy, False
         return was
 
@@ -341,7 +342,7 @@ def test_a_second_try_finds_the_memory_that_the_first_one_took(no_device: None) 
         return torch.zeros(1)
 
     pool = GraphPool(decode_keys(1))
-    pool.capture_first(issue, lambda key: None, lambda key: None, lighten=lambda error: True)
+    pool.capture_first(issue, lambda key: None, lambda key: None, lighten=lambda error, key: True)
     assert len(made) == 2
 
 

@@ -14,9 +14,24 @@ import pytest
 
 from octavo import LLM
 from octavo.cli import main as cli
+from octavo.model_state.default import DefaultModelState
 from octavo.observe import LOGGER
+from unpromised import spoil
 
 NUM_PROMPTS = 50
+
+
+@pytest.fixture(autouse=True)
+def nothing_unpromised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine of this process keeps what operators need not keep of inputs of states."""
+    finish = DefaultModelState.finish
+
+    def finish_and_spoil(self: DefaultModelState) -> None:
+        finish(self)
+        if self._keeps_states:
+            spoil(layer.states for layer in self._layers)
+
+    monkeypatch.setattr(DefaultModelState, "finish", finish_and_spoil)
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ import random_models
 import recurrent_rig as rig
 from engine_checks import GOOD_PROMPT
 from octavo import LLM, SamplingParams
+from octavo.cache.policies import InputsPolicy
 from octavo.config.settings import ConfigError
 from octavo.kv_connector.worker.block_files import BlockFiles
 from octavo.kv_connector.worker.host_memory import HostHandler
@@ -183,6 +184,27 @@ def test_O_7_pressure_on_both_pools_changes_no_bit(policy: str, make_llm: Make, 
     assert not stats.num_load_failures and moved.stored_bytes <= (3 + 16 * (policy == "lru")) << 20
 
 
+def test_a_hit_on_inputs_that_no_operator_promises_is_seen(make_llm: Make, monkeypatch):
+    """A block that one step begins and the next one leaves two chunks behind: kernels of a GPU do not complete it."""
+    other, prompt, again = OTHER * 4, LONG[:200], [*LONG[:50], 9]
+    fields = {**TINY, "max_num_batched_tokens": 200, "async_scheduling": False, "block_size": BLOCK}
+    with make_llm(**fields, enable_prefix_caching=False) as llm:
+        expected = answers(llm, [again])
+    assert len(other) == 160 and len(LONG) >= 200
+
+    def found() -> tuple[int, bool]:
+        """How many tokens, and whether their answer is as ever."""
+        with make_llm(**fields) as llm:
+            answers(llm, [other, prompt])  # a step of 160 and 40 tokens, then one of 160
+            (output,) = llm.generate([{"prompt_token_ids": again}], PARAMS, use_tqdm=False)
+            one = output.outputs[0]
+            return output.num_cached_tokens, [(one.token_ids, one.logprobs)] == expected
+
+    assert found() == (32, True)
+    monkeypatch.setattr(InputsPolicy, "is_whole", lambda self, index, end: True)
+    assert found() == (48, False)
+
+
 def test_C_12_a_connector_that_moves_blocks_of_tokens_alone_is_refused_by_name(make_llm: Make, monkeypatch):
     root = Path(__file__).resolve().parents[2]
     monkeypatch.syspath_prepend(str(root / "tests" / "packages"))
@@ -201,6 +223,19 @@ def test_C_12_a_connector_that_moves_blocks_of_tokens_alone_is_refused_by_name(m
     settle(llm)
     assert llm.reset_prefix_cache() and answers(llm, PROMPTS[:1]) == expected
     assert settle(llm)[0].num_loaded_tokens == 256, "what stores bytes by name stores states"
+
+
+def test_C_12_layers_are_named_as_the_checkpoint_numbers_them(tmp_path: Path, monkeypatch):
+    """Of Falcon-H1 each is two of the engine's: five layers were said to be 1, 3, 5, 7 and more."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "tests" / "packages"))
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "adapters" / "octavo-vllm" / "src"))
+    theirs = {"kv_connector": "MemoryConnector", "kv_connector_module_path": "vllm_connector", "kv_role": "kv_both"}
+    sizes = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 24, "mamba_n_groups": 2}
+    sizes |= {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    falcon = {"architectures": ["FalconH1ForCausalLM"], "num_hidden_layers": 5, "vocab_size": 300, **sizes}
+    settings = random_models.settings_of({**falcon, "max_position_embeddings": 512}, tmp_path)
+    with pytest.raises(ConfigError, match=r"and layers 0, 1, 2, 3\.\.\. of this model keep states; take one of"):
+        LLM(**settings, kv_transfer_config=theirs)
 
 
 def test_the_models_prompt_text_takes_the_same_way(make_llm: Make):

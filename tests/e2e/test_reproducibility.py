@@ -42,6 +42,42 @@ def test_no_axis_changes_a_bit(dtype: str, chosen: tuple[str, ...], capsys: pyte
         assert code == 0 and document["good"]
 
 
+@pytest.mark.parametrize(("given", "dtype"), [("int8", "int8"), ("fp8_e4m3", "fp8")])
+def test_no_axis_changes_a_bit_of_a_narrow_cache(
+    given: str, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which every engine has, and the one of another process as it is given the same words."""
+    made, argv = [], []
+
+    class Watched(LLM):
+        def __init__(self, **fields: Any) -> None:
+            super().__init__(**fields)
+            made.append(self.engine.resolved.kv_cache_dtype)
+
+    def in_another_process(words: list[str]) -> list[Answer]:
+        argv.extend(words)
+        return ask(words)
+
+    ask = reproducibility._in_another_process
+    monkeypatch.setattr(reproducibility, "_in_another_process", in_another_process)
+    monkeypatch.setattr(reproducibility, "LLM", Watched)
+    axes = ["restart", "prefix hit", "host memory", "preemption", "oracle's drafts"]
+    only = [word for name in axes for word in ("--axis", name)]
+    reproducibility.main(["--dtype", "float32", "--kv-cache-dtype", given, "--tokens", "128", *only])
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert document["kv_cache_dtype"] == given and made == [dtype] * len(axes)
+    assert argv[argv.index("--kv-cache-dtype") + 1] == given
+    for name in axes:
+        row = document["axes"][name]
+        assert row["tokens"] >= 128 and "NOT MET" not in row["remark"], (name, row)
+        assert not (row["different_tokens"] or row["different_logprobs"] or row["different_folds"]), (name, row)
+
+
+def test_a_type_that_no_cache_has_is_refused_before_anything_runs() -> None:
+    with pytest.raises(UsageError, match=r"--kv-cache-dtype: .*'fp4'.*int8"):
+        reproducibility.main(["--kv-cache-dtype", "fp4"])
+
+
 def test_what_runs_is_told_as_it_begins_and_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     times = [10.0]
     narrator = Narrator(10.0, lambda: times[-1])

@@ -17,6 +17,7 @@ from octavo.model_state.default import layer_contexts
 from octavo.ops.inputs.tensors import LogitTokens
 from octavo.states.base import StateInputs, StateStep, layer_states
 from octavo.states.choice import state_backend
+from unpromised import spoil
 
 BLOCK_SIZE = 16
 MAX_ROWS = 4
@@ -102,6 +103,8 @@ class HybridRig:
         ids = torch.tensor([token for tokens in chunks.values() for token in tokens])
         with forward_context(context):
             hidden = self.model.forward(ids, context.positions)
+        self.step.finish()
+        spoil(layer.states for layer in self.layers)
         self.lengths.update(zip(chunks, lengths, strict=True))
         logits: torch.Tensor = self.model.logits(hidden)
         return logits

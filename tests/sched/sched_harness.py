@@ -113,8 +113,8 @@ def make_scheduler(
     )
 
 
-def smallest_pool(groups: tuple[CacheGroup, ...], max_model_len: int, max_num_batched_tokens: int) -> int:
-    return 1 + blocks_for_request(groups, max_model_len, max_num_batched_tokens)
+def smallest_pool(groups: tuple[CacheGroup, ...], max_model_len: int, max_new: int, *, drafts: bool = False) -> int:
+    return 1 + blocks_for_request(groups, max_model_len, max_new, drafts=drafts)
 
 
 _IDS = itertools.count()

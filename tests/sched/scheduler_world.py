@@ -131,7 +131,9 @@ class World:
         scheduler = make_scheduler(
             shape.groups,
             advances=self.advances,
-            num_blocks=smallest_pool(shape.groups, shape.max_len, shape.budget + shape.drafts + shape.lookahead)
+            num_blocks=smallest_pool(
+                shape.groups, shape.max_len, shape.budget + shape.drafts + shape.lookahead, drafts=shape.drafts > 0
+            )
             + shape.spare_blocks,
             max_num_seqs=shape.max_num_seqs,
             max_num_batched_tokens=shape.budget,

@@ -49,4 +49,4 @@ def test_peak_blocks_bounds_what_any_walk_holds(make, size, max_new):
         for position in range(start, 40, max_new):
             end = min(position + max_new, 40)
             held = -(-end // 4) - policy.first_needed(max(position - 1, 0))
-            assert held <= policy.peak_entries(40, max_new)
+            assert held <= policy.peak_entries(40, max_new, drafts=False)

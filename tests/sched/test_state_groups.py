@@ -151,12 +151,71 @@ def test_one_request_fits_the_smallest_pool_wherever_its_steps_end(block_size: i
             groups,
             num_drafts=7,
             num_lookahead=lookahead,
-            num_blocks=smallest_pool(groups, 520, budget + 7 + lookahead),
+            num_blocks=smallest_pool(groups, 520, budget + 7 + lookahead, drafts=True),
             max_model_len=520,
             max_num_batched_tokens=budget,
         )
         driver.add(make_request(400, 119))
         driver.run(1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from([(4, 4), (16, 4), (16, 16), (16, 64), (64, 16)]),
+    st.sampled_from([0, 0, 1, 7]),
+    st.integers(0, 7),
+    st.integers(1, 70),
+    st.booleans(),
+    st.integers(0, 1),
+    st.integers(0, 2**32),
+)
+def test_no_row_ever_has_more_inputs_than_a_plan_counts(
+    sizes: tuple[int, int], num_drafts: int, lookahead: int, budget: int, caching: bool, depth: int, seed: int
+) -> None:
+    """Several rows, hits, preemptions and results that come late, in a pool that one request fills."""
+    chunk, block_size = sizes
+    rng, unit = random.Random(seed), min(sizes)
+    num_drafts = min(num_drafts, chunk // 2 - 1)
+    lookahead = min(lookahead, chunk) * (num_drafts > 0)
+    groups = (full(block_size), *states(chunk, block_size, blocks=2, unit=unit))
+    policy, most = make_policies(groups)[1], budget + num_drafts + lookahead
+    driver = make_driver(
+        groups,
+        num_drafts=num_drafts,
+        num_lookahead=lookahead,
+        num_blocks=smallest_pool(groups, 160, most, drafts=num_drafts > 0) + rng.choice([0, 0, 5, 100]),
+        max_model_len=160,
+        max_num_batched_tokens=budget,
+        max_num_seqs=min(budget, 4),
+        enable_prefix_caching=caching,
+        advances=not num_drafts and rng.random() < 0.5,
+    )
+    shared = list(range(5000, 5100))
+    for _ in range(6):
+        prompt = shared[: rng.randrange(100)] + [rng.randrange(1000) for _ in range(rng.randint(1, 40))]
+        driver.add(make_request(prompt, rng.randint(1, 20)))
+    for _ in range(6000):
+        if not driver.scheduler.num_unfinished:
+            return
+        driver.step(depth)
+        for entry in driver.scheduler.kv._entries.values():
+            held = sum(block != 0 for block in entry.tables[1]) / groups[1].parts.blocks
+            assert held <= policy.peak_entries(160, most, drafts=num_drafts > 0)
+    pytest.fail("a request waits for ever")
+
+
+def test_without_drafts_two_entries_of_inputs_are_enough_where_a_chunk_fits_a_block() -> None:
+    """Four were counted: two of them for tokens ahead of what is known, and there are none."""
+    inputs, _ = states(16, 64)
+    (policy,) = make_policies([inputs])
+    assert [policy.peak_entries(1000, 512, drafts=drafts) for drafts in (False, True)] == [2, 4]
+    driver = make_driver((full(64), *states(16, 64, unit=16)), max_num_batched_tokens=100)
+    driver.add(make_request(1000, 1))
+    held = []
+    while driver.scheduler.num_unfinished:
+        driver.step()
+        held += [sum(map(bool, entry.tables[1])) for entry in driver.scheduler.kv._entries.values()]
+    assert max(held) == 2
 
 
 def test_attention_cuts_nowhere() -> None:

@@ -224,6 +224,13 @@ class Wrongly(NoSpeculator):
         ("num_lookahead", True, "its num_lookahead is True, and must be"),
         ("num_next_tokens", 1.0, "its num_next_tokens is 1.0, and must be"),
         ("num_next_tokens", None, "its num_next_tokens is None, and must be"),
+        (
+            "num_lookahead",
+            1 << 70,
+            f"its num_lookahead is {1 << 70}, and must be at most max_model_len=512, the longest",
+        ),
+        ("num_lookahead", 513, "its num_lookahead is 513, and must be at most max_model_len=512, the longest row; set"),
+        ("num_next_tokens", 513, "its num_next_tokens is 513, and must be at most max_model_len=512, the longest row"),
         ("load", KeyError("x"), "cannot be loaded: KeyError"),
         ("bytes", None, "cannot be loaded: TypeError"),
         ("allocate", IndexError("x"), "cannot allocate what it keeps: IndexError"),
@@ -238,5 +245,28 @@ def test_what_is_wrong_of_it_once_it_is_loaded_is_refused_by_name(
     monkeypatch.setattr(Wrongly, "value", value)
     own = {"method": f"{__name__}:Wrongly", "num_speculative_tokens": 3}
     with pytest.raises(ConfigError) as caught:
-        LLM(dtype="float32", speculative_config=own).close()
+        LLM(dtype="float32", max_model_len=512, speculative_config=own).close()
     assert str(caught.value).startswith(f"speculative_config='{__name__}:Wrongly': {said}")
+
+
+def test_as_many_tokens_ahead_as_have_blocks_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of states a chunk's: with 2048 the engine ended where a request was alone in the smallest pool."""
+    monkeypatch.setattr(Wrongly, "field", "num_lookahead")
+    own = {"method": f"{__name__}:Wrongly", "num_speculative_tokens": 3, "adaptive_depth": False}
+    fields: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "speculative_config": own}
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    for model, most, why in (
+        ("octavo-tiny", 512, "max_model_len=512, the longest row; set it in the class"),
+        ("octavo-tiny-hybrid", 64, "64: the model has states that advance every 64 tokens, and so many have blocks"),
+    ):
+        monkeypatch.setattr(Wrongly, "value", most + 1)
+        with pytest.raises(ConfigError) as caught:
+            LLM(model, **fields).close()
+        assert f"its num_lookahead is {most + 1}, and must be at most {why}" in str(caught.value)
+        monkeypatch.setattr(Wrongly, "value", most)
+        with LLM(model, **fields) as llm:
+            least = llm.engine.memory.blocks_per_request + 1
+        with LLM(model, num_gpu_blocks_override=least, **fields) as llm:
+            prompts = [{"prompt_token_ids": [5] * length} for length in (500, 430, 60, 1)]
+            answers = llm.generate(prompts, params, use_tqdm=False)
+            assert [len(answer.outputs[0].token_ids) for answer in answers] == [12, 80, 80, 80]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from eager_graphs import EagerGraphs
 from insides import runner_of
@@ -99,11 +100,47 @@ def accepted_behind_plain_steps(*, leaves: bool) -> tuple[int, bool]:
 
     runner._drafter.propose = spy
     if leaves:
-        assert [runner._drafter.leave_graphs(RuntimeError("no room")) for _ in range(2)] == [True, False]
+        for key in decode_keys(26):
+            assert [runner._drafter.leave_graphs(RuntimeError("no room"), key) for _ in range(2)] == [True, False]
     answers(engine, [params(max_tokens=8)] * 25 + [params(max_tokens=32)])
     accepted = engine.stats.num_accepted_tokens
     engine.close()
     return accepted, any(stored)
+
+
+BREAKS = [
+    (torch.OutOfMemoryError("no room"), False),
+    (RuntimeError("CUDA error: out of memory"), False),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), False),
+    (RuntimeError("CUDA error: operation not permitted when stream is capturing"), True),
+]
+
+
+@pytest.mark.parametrize(("error", "for_good"), BREAKS)
+@pytest.mark.parametrize("in_stores", [False, True], ids=["elsewhere", "in its stores"])
+def test_only_stores_that_cannot_be_captured_leave_graphs_for_good(
+    in_stores: bool, error: RuntimeError, for_good: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For want of memory, or where the model's own part breaks, one graph is captured without them."""
+    engine = make_engine(max_num_seqs=26, kv_cache_memory_bytes=32 << 20, speculative_config=EAGLE)
+    runner, (small, *_, large) = runner_of(engine), decode_keys(26)
+    drafter, whole = runner._drafter, verify_keys(4, 100, lambda rows: K)[-2]
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError), torch.inference_mode():
+        patch.setattr(drafter._speculator, "propose", fail)
+        runner._record(whole)  # whose failure says nothing of stores
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter._speculator if in_stores else runner.model, "propose" if in_stores else "forward", fail)
+        with pytest.raises(RuntimeError), torch.inference_mode():
+            runner._record(large)
+    assert drafter.is_within(small) and drafter.is_within(large) and drafter.is_within(whole)
+    assert [drafter.leave_graphs(error, large) for _ in range(2)] == [True, False]
+    assert not drafter.is_within(large) and drafter.is_within(whole)
+    assert drafter.is_within(small) != (for_good and in_stores)
+    engine.close()
 
 
 def test_where_no_graph_could_be_captured_with_a_drafters_stores_steps_store_behind_it() -> None:

@@ -16,6 +16,7 @@ from octavo.cache.specs import AttentionSpec, LayerSpec, StateSpec
 from octavo.layers.recurrent import GatedDeltaRule, Mamba1Scan, Mamba2Scan, Part, ShortConvolution, state_spec
 from octavo.ops import scan
 from octavo.states.base import LayerStates, StateBackend, StateInputs, StateStep, layer_states
+from unpromised import spoil
 
 Tensors = tuple[torch.Tensor, ...]
 ATTENTION = AttentionSpec(num_heads=2, num_kv_heads=1, head_size=24, scale=1.0)
@@ -230,6 +231,7 @@ class Rows:
         found = self.case.run(self.backend, self.own, tokens).cpu()
         assert all(torch.equal(each, found) for each in ahead), "layers that are alike"
         self.step.finish()
+        spoil((self.own, *self.others))
         for start, (row, count) in zip(starts, counts.items(), strict=False):
             self.results[row] = torch.cat((self.results[row], found[start : start + count]))
             self.computed[row] += count

@@ -59,7 +59,7 @@ from octavo.bench.engine import dummy_model
 from octavo.bench.shapes import SHAPES
 from octavo.bench.speculation import Drafts
 from octavo.cli.flags import Parser, UsageError
-from octavo.config.engine_config import DEFAULT_BLOCK_SIZE
+from octavo.config.engine_config import DEFAULT_BLOCK_SIZE, SETTINGS
 from octavo.config.quoted import quoted
 from octavo.config.settings import ConfigError, did_you_mean
 from octavo.llm import LLM
@@ -80,6 +80,7 @@ _BLOCK_SIZES = (16, 48, 64, 528)  # a tile's keys, fewer, and sizes whose border
 _HOST = {"kv_connector": "host", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 _DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "adaptive_depth": False}
 _ORACLE = Drafts(num_drafts=4, probability=0.8, config={}, adapts=False)
+_CACHE_DTYPE = SETTINGS["kv_cache_dtype"]
 _CHUNK_SIZES = (7, 64, 100, 512)  # of a step, where layers keep states: of no block's size, and of a state's
 
 
@@ -376,6 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--quantization", choices=["int8"])
     parser.add_argument("--attention-backend")
+    parser.add_argument("--kv-cache-dtype", choices=[*_CACHE_DTYPE.choices, *_CACHE_DTYPE.aliases])
     parser.add_argument("--kv-cache-memory-bytes", help="as `octavo serve` has it, for several of these on one GPU")
     parser.add_argument("--tokens", type=_whole(_MOST_TOKENS), default=NUM_TOKENS, metavar="N", help=_TOKENS_HELP)
     parser.add_argument("--times", type=_whole(_MOST_TIMES), default=0, metavar="N", help=_TIMES_HELP)
@@ -392,6 +394,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "dtype",
         "quantization",
         "attention_backend",
+        "kv_cache_dtype",
         "kv_cache_memory_bytes",
     )
     settings = {name: options[name] for name in names if options[name] is not None}

@@ -38,8 +38,11 @@ class Policy(abc.ABC):
         """The largest acceptable hit of at most `num_tokens` tokens. names: of the entries."""
 
     @abc.abstractmethod
-    def peak_entries(self, num_tokens: int, max_new: int) -> int:
-        """Upper bound of the entries held at once on the way to `num_tokens`, by steps of at most `max_new` tokens."""
+    def peak_entries(self, num_tokens: int, max_new: int, *, drafts: bool) -> int:
+        """Upper bound of the entries held at once on the way to `num_tokens`, by steps of at most `max_new` tokens.
+
+        drafts: whether rows may have some, and layers of a drafter that are written for tokens behind a step.
+        """
 
     def cut(self, start: int, end: int) -> int:
         """Where a step must end that is to compute a prompt from `start` to `end`: behind `start`, at most `end`."""
@@ -76,7 +79,7 @@ class FullPolicy(Policy):
                 return index * self._size
         return num_blocks * self._size
 
-    def peak_entries(self, num_tokens: int, max_new: int) -> int:
+    def peak_entries(self, num_tokens: int, max_new: int, *, drafts: bool) -> int:
         """See Policy."""
         return cdiv(num_tokens, self._size)
 
@@ -101,7 +104,7 @@ class _LocalPolicy(Policy):
                 first = self.first_needed(end * self._size)
         return end * self._size
 
-    def peak_entries(self, num_tokens: int, max_new: int) -> int:
+    def peak_entries(self, num_tokens: int, max_new: int, *, drafts: bool) -> int:
         """See Policy. A span and a step's tokens, at any offset; one token more, as an upper bound may be off by."""
         return min(cdiv(num_tokens, self._size), cdiv(self._span + max_new - 1, self._size) + 1)
 
@@ -150,10 +153,14 @@ class InputsPolicy(ChunkedPolicy):
         """See Policy. Of other chunks operators need not keep what the step brings."""
         return index * self._size >= end // self._span * self._span - self._span
 
-    def peak_entries(self, num_tokens: int, max_new: int) -> int:
-        """See Policy. The chunk that was open before a step and the one that it leaves, and what lies ahead of each."""
-        most = 2 * (cdiv(self._span, self._size) + cdiv(min(max_new, self._span), self._size))
-        return min(cdiv(num_tokens, self._size), most)
+    def peak_entries(self, num_tokens: int, max_new: int, *, drafts: bool) -> int:
+        """See Policy. The chunk that was open before a step and the one that it leaves, and what lies ahead of each.
+
+        Nothing lies ahead without drafts. Blocks and chunks divide each other: the blocks of two chunks are all that
+        they touch.
+        """
+        ahead = cdiv(min(max_new, self._span), self._size) if drafts else 0
+        return min(cdiv(num_tokens, self._size), 2 * (cdiv(self._span, self._size) + ahead))
 
 
 class StatePolicy(Policy):
@@ -181,7 +188,7 @@ class StatePolicy(Policy):
                 return min(num_tokens, (count + 1) * self._size - 1)
         return min(num_tokens, self._size - 1)
 
-    def peak_entries(self, num_tokens: int, max_new: int) -> int:
+    def peak_entries(self, num_tokens: int, max_new: int, *, drafts: bool) -> int:
         """See Policy. What is read, by a row that may be a chunk back, and what a step writes."""
         most = cdiv(num_tokens, self._unit) * self._unit // self._size
         return min(most, 3 + min(cdiv(max_new + self._unit, self._size) + 1, self._most + 4))
@@ -220,7 +227,7 @@ class NothingPolicy(Policy):
         """See Policy."""
         return 0
 
-    def peak_entries(self, num_tokens: int, max_new: int) -> int:
+    def peak_entries(self, num_tokens: int, max_new: int, *, drafts: bool) -> int:
         """See Policy."""
         return 0
 
@@ -241,11 +248,16 @@ def make_policies(groups: Sequence[CacheGroup]) -> list[Policy]:
     return [POLICIES[group.kind](group) for group in groups]
 
 
-def blocks_for_request(groups: Sequence[CacheGroup], num_tokens: int, max_new: int) -> int:
-    """Blocks that one request of `num_tokens` holds at most, all groups together, by steps of `max_new` tokens."""
+def blocks_for_request(groups: Sequence[CacheGroup], num_tokens: int, max_new: int, *, drafts: bool) -> int:
+    """Blocks that one request of `num_tokens` holds at most, all groups together, by steps of `max_new` tokens.
+
+    drafts: see Policy.peak_entries.
+    """
     policies = make_policies(groups)
     pairs = zip(groups, policies, strict=True)
-    return sum([group.parts.blocks * policy.peak_entries(num_tokens, max_new) for group, policy in pairs])
+    return sum(
+        [group.parts.blocks * policy.peak_entries(num_tokens, max_new, drafts=drafts) for group, policy in pairs]
+    )
 
 
 def most_decoding(group: CacheGroup, num_unsure: int) -> int:

@@ -96,7 +96,7 @@ def _nothing(_: GraphKey) -> None:
     """No key asks for anything."""
 
 
-def _not(_: RuntimeError) -> bool:
+def _not(_: RuntimeError, __: GraphKey) -> bool:
     """Steps do what they do."""
     return False
 
@@ -135,7 +135,7 @@ class GraphPool:
         self._stream: torch.cuda.Stream | None = None  # of all captures, for libraries keep memory by stream
         self._pool: Any = None
         self._load: Callable[[GraphKey], object] = _nothing
-        self._lighten: Callable[[RuntimeError], bool] = _not
+        self._lighten: Callable[[RuntimeError, GraphKey], bool] = _not
 
     def capture_first(
         self,
@@ -143,15 +143,15 @@ class GraphPool:
         rehearse: Callable[[GraphKey], object],
         reserve: Callable[[GraphKey], object],
         load: Callable[[GraphKey], object] = _nothing,
-        lighten: Callable[[RuntimeError], bool] = _not,
+        lighten: Callable[[RuntimeError, GraphKey], bool] = _not,
     ) -> None:
         """Capture `issue(key)` for the first keys, before any step.
 
         What `issue` returns, `replay` gives. Memory of the pool that it returns is not kept: it holds until the next
         replay. `rehearse(key)` launches every kernel that `issue(key)` does, and has no effect while tables are empty;
         `reserve(key)` lets whatever grows with a key grow, for a capture is no time for that; nor for what `load(key)`
-        does, ahead of every later one. `lighten(error)`: whether `issue` of plain decode steps does less from now on,
-        so that one whose capture raised `error` is worth a second try.
+        does, ahead of every later one. `lighten(error, key)`: whether `issue(key)`, of plain decode steps, does less
+        from now on, so that this key, whose capture raised `error`, is worth a second try.
         """
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._load, self._lighten = load, lighten
@@ -207,7 +207,7 @@ class GraphPool:
             self._capture_once(key, issue)
             return
         except RuntimeError as error:
-            if not key.is_decode or key.num_drafts or not self._lighten(error):
+            if not key.is_decode or key.num_drafts or not self._lighten(error, key):
                 raise
         self._capture_once(key, issue)  # out here no traceback keeps the memory that the first try took
 

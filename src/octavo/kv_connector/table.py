@@ -197,8 +197,11 @@ def moves_states(kind: Kind) -> bool:
     return bool(getattr(kind, "moves_states", False))
 
 
-def check_groups(kind: Kind, transfer: KVTransferConfig, groups: Sequence[CacheGroup]) -> None:
-    """Raise ConfigError for a model whose cache cannot move as the connector moves it, if it is to."""
+def check_groups(kind: Kind, transfer: KVTransferConfig, groups: Sequence[CacheGroup], layers_of_each: int = 1) -> None:
+    """Raise ConfigError for a model whose cache cannot move as the connector moves it, if it is to.
+
+    layers_of_each: see Arch. Layers are named as the model's config.json numbers them.
+    """
     if not (name := transfer.kv_connector):
         return
     if lost := lost_prefixes(groups):
@@ -207,7 +210,8 @@ def check_groups(kind: Kind, transfer: KVTransferConfig, groups: Sequence[CacheG
         )
     kept = [group for group in groups if group.kind == "state"]
     if kept and not moves_states(kind):
-        limit = f"moves blocks of tokens, and layers {_shown(kept[0].layers)} of this model keep states"
+        layers = list(dict.fromkeys(layer // layers_of_each for layer in kept[0].layers))
+        limit = f"moves blocks of tokens, and layers {_shown(layers)} of this model keep states"
         raise refuse("kv_connector", name, limit, f"take one of {', '.join(TABLE)}")
 
 

@@ -75,9 +75,9 @@ class KVManager:
     ) -> None:
         """`num_blocks` counts the null block. `secret`: see HashChain; num_next_tokens: see StepLimits.
 
-        advances, num_unsure: see Advancing.
+        advances, num_unsure: see Advancing; 2 without drafts.
         """
-        self.identity, self.num_next_tokens = identity, num_next_tokens
+        self.identity, self.num_next_tokens, self._has_drafts = identity, num_next_tokens, num_unsure > 2
         self.block_size = min(group.block_size for group in groups)
         self.num_groups = sum(group.parts.blocks for group in groups)  # blocks that a new block of tokens may take
         self.stats = CacheStats()
@@ -427,7 +427,7 @@ class KVManager:
 
     def _find_peak(self, num_tokens: int, max_new: int) -> int:
         pairs = zip(self._num_blocks, self._policies, strict=True)
-        return sum([num * policy.peak_entries(num_tokens, max_new) for num, policy in pairs])
+        return sum([num * policy.peak_entries(num_tokens, max_new, drafts=self._has_drafts) for num, policy in pairs])
 
     def _slide(self, entry: _Entry, position: int) -> None:
         """Replace by null what no query from `position` on reads."""

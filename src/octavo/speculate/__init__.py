@@ -161,13 +161,24 @@ def check_num_drafts(speculator: Speculator, config: SpeculativeConfig) -> None:
     raise ConfigError(FIELD, config.method, limit, f"{'raise num_speculative_tokens, or ' * fits}set it in the class")
 
 
-def check_ahead(speculator: Speculator, config: SpeculativeConfig) -> None:
-    """Once it is loaded: raises ConfigError for numbers of tokens ahead that are none, by which rows lack blocks."""
-    for name in ("num_lookahead", "num_next_tokens"):
+def check_ahead(speculator: Speculator, config: SpeculativeConfig, max_model_len: int, chunk: int) -> None:
+    """Once it is loaded: raises ConfigError for numbers of tokens ahead that are none, by which rows lack blocks.
+
+    And for more than rows can have blocks for. chunk: tokens of the shortest in which states advance, whose inputs are
+    kept for one chunk ahead; 0: the model has no states.
+    """
+    longest = (max_model_len, f"max_model_len={max_model_len}, the longest row")
+    why = f"{chunk}: the model has states that advance every {chunk} tokens, and so many have blocks ahead of a step"
+    limits = {"num_lookahead": (chunk, why) if 0 < chunk < max_model_len else longest, "num_next_tokens": longest}
+    for name, (most, why) in limits.items():
         count = getattr(speculator, name, None)
         if type(count) is not int or count < 0:
             limit = f"its {name} is {quoted(count)}, and must be a whole number of tokens, at least 0"
-            raise ConfigError(FIELD, config.method, limit, "set it in the class")
+        elif count > most:
+            limit = f"its {name} is {quoted(count)}, and must be at most {why}"
+        else:
+            continue
+        raise ConfigError(FIELD, config.method, limit, "set it in the class")
 
 
 def _refuse(name: str, limit: str) -> ConfigError:

@@ -29,6 +29,7 @@ from octavo.startup.interrupts import may_be_a_signal
 if TYPE_CHECKING:
     from octavo.checkpoint.arch import Arch
     from octavo.config.engine_config import Resolved
+    from octavo.device.graphs import GraphKey
     from octavo.models.base import Model
     from octavo.speculate.step import DraftBatches
 
@@ -53,6 +54,8 @@ class Drafter:
         self._vocab_size = 0 if self._is_ours else vocab_size
         self._is_told = False
         self._stores_within = self._is_ours and len(speculator.layer_specs) > 0
+        self._without: set[GraphKey] = set()  # of plain steps, whose graphs hold no stores
+        self._broke = False  # stores that were captured raised, and not for want of memory
 
     @property
     def is_on(self) -> bool:
@@ -63,19 +66,30 @@ class Drafter:
         """Whether it reads what the last norm gives, of a model of so many layers."""
         return num_layers in self.taps.layers
 
-    def is_within(self, num_drafts: int) -> bool:
-        """Whether graphs of steps in which each row verifies so many drafts hold its proposing; of 0, its stores."""
-        return self._speculator.captures and (num_drafts > 0 or self._stores_within)
+    def is_within(self, key: GraphKey) -> bool:
+        """Whether the graph of this key holds its proposing; one of steps without drafts, its stores."""
+        if key.num_drafts:
+            return self._speculator.captures
+        is_without = bool(self._without) and key in self._without  # asked each step: mostly there are none
+        return self._stores_within and not is_without and self._speculator.captures
 
-    def leave_graphs(self, error: RuntimeError) -> bool:
-        """A plain step's graph could not be captured: from now on none holds stores. False where none did before.
+    def leave_graphs(self, error: RuntimeError, key: GraphKey) -> bool:
+        """A plain step's graph could not be captured: it is to hold no stores. False where it would hold none anyway.
 
-        Those that were captured before store as they did, and what is stored behind them again is the same.
+        Nor is any other one from now on, if it is the stores that cannot be captured: if they raised, and not for
+        want of memory. Another time there may be room, and what else breaks a capture is no fault of theirs. Graphs
+        that were captured before store as they did, and what is stored behind them again is the same.
         """
-        did, self._stores_within = self.is_within(0), False
-        if did:
-            _LOG.warning("graphs of plain steps are captured without the drafter's stores: %s", describe(error))
-        return did
+        did, broke, self._broke = self.is_within(key), self._broke, False
+        if not did:
+            return False
+        which = "graphs of plain steps are" if broke else f"the graph of plain steps of {key.num_rows} rows is"
+        _LOG.warning("%s captured without the drafter's stores: %s", which, describe(error))
+        if broke:
+            self._stores_within = False
+        else:
+            self._without.add(key)
+        return True
 
     def propose(
         self, batch: Batch, sample_of: torch.Tensor, depth: int, seq_lens: IntArray, *, for_capture: bool = False
@@ -86,6 +100,7 @@ class Drafter:
         """
         from octavo.speculate.step import DraftStep  # most engines never do this
 
+        self._broke = False
         lengths = np.zeros(batch.num_rows, np.int64)
         lengths[: len(seq_lens)] = seq_lens
         step = DraftStep(
@@ -101,6 +116,7 @@ class Drafter:
         try:
             self._speculator.propose(step)
         except BaseException as error:
+            self._broke = for_capture and not depth and not _is_of_memory(error)
             if self._is_ours or isinstance(error, _OF_DEVICE) or may_be_a_signal(error):
                 raise
             self._tell(error, for_capture)
@@ -157,6 +173,12 @@ def _refused(speculator: Speculator, what: str) -> Iterator[None]:
             raise
         limit = f"cannot {what}: {describe(error)}"
         raise ConfigError(FIELD, _name(speculator), limit, "repair it, or take another method") from error
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    """Whether memory is what lacked: torch's allocator says so by a type, the driver and its libraries by words."""
+    lacks = ("out of memory", "ALLOC_FAILED")
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(word in str(error) for word in lacks)
 
 
 def _is_ours(speculator: Speculator) -> bool:

@@ -89,7 +89,7 @@ def build_core(
         facts = least(executor.call("load", resolved, folder))
     with phases("allocate the cache and the tables"):
         plan = _plan(arch, facts, executor, moves_runs=moves_runs(kind))
-        check_groups(kind, transfer, plan.groups)
+        check_groups(kind, transfer, plan.groups, arch.layers_of_each)
         resolved = with_planned_length(config, arch, facts.resolved, plan)
         executor.call("allocate", plan, brings(kind))
     if facts.compiles_ahead:

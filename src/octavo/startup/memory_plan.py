@@ -8,8 +8,9 @@ request of `max_model_len` tokens and the null block.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from octavo.cache.groups import CacheGroup, TableSpec, block_bytes
@@ -32,6 +33,8 @@ _CPU_PACKED_ROWS = 768  # CHUNK_ROWS of native/matmul.cpp
 # (issuing takes 0.5 ms a layer, and a token meets 12 to 15 such squares of weights there); bytes of the nodes of all,
 # an estimate, which a start compares with what they took.
 _GRAPH_TOKENS, _GRAPH_WORK, _GRAPH_NODES = 1024, 1024 * 4096**2, 512 << 20
+_SHORTEST = 2  # tokens of the shortest max_model_len: one of a prompt, and one of its output
+_OF_USER = ("num_gpu_blocks_override", "kv_cache_memory_bytes")  # rules that take no heed of what is free
 NO_REASONS: Mapping[str, str] = {}
 
 
@@ -190,20 +193,26 @@ def _fit_blocks(
     num_ahead: tokens that a step may need blocks for beyond its budget.
     """
     max_new = resolved.max_num_batched_tokens + num_ahead
-    per_request = blocks_for_request(groups, resolved.max_model_len, max_new)
+    needed = functools.partial(blocks_for_request, groups, drafts=num_ahead > 0)
+    per_request = needed(resolved.max_model_len, max_new)
     available = free_bytes - sum(parts.values())
     if resolved.device == "cuda":
         available -= int((1.0 - resolved.gpu_memory_utilization) * total_bytes)
     num_blocks, rule = _count_blocks(resolved, available, per_block, per_request)
     length = resolved.max_model_len
     if num_blocks - 1 < per_request:
-        length = _fit_length(resolved, groups, num_blocks - 1, max_new)
-        if not resolved.max_model_len_is_auto or length < 2:
+        length = _fit_length(resolved, needed, num_blocks - 1, max_new)
+        if not resolved.max_model_len_is_auto or length < _SHORTEST:
             taken = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
             left = f"{show_bytes(max(available, 0))} are left of {show_bytes(free_bytes)} after {taken}"
-            step = _fit_step(resolved, groups, num_blocks - 1, num_ahead)
-            raise _too_small(resolved, left, per_block, per_request, num_blocks, length, step)
-        per_request = blocks_for_request(groups, length, max_new)
+            least = per_request + 1
+            if rule in _OF_USER:
+                if resolved.max_model_len_is_auto:
+                    least = needed(_SHORTEST, max_new) + 1
+                left = "" if least * per_block <= available else left  # empty: it is not memory that lacks
+            step = _fit_step(resolved, needed, num_blocks - 1, num_ahead)
+            raise _too_small(resolved, left, per_block, (least, per_request + 1), num_blocks, length, step)
+        per_request = needed(length, max_new)
     return _Fitted(num_blocks, length, per_request, rule)
 
 
@@ -288,26 +297,26 @@ def _count_blocks(resolved: Resolved, available: int, per_block: int, per_reques
     return usual if usual > per_request else min(most, per_request + 1), "a share of the free memory"
 
 
-def _fit_length(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int, max_new: int) -> int:
+def _fit_length(resolved: Resolved, needed: Callable[[int, int], int], num_blocks: int, max_new: int) -> int:
     """The longest request, at most max_model_len, that `num_blocks` hold; 0 if none."""
     low, high = 0, resolved.max_model_len
     while low < high:
         middle = (low + high + 1) // 2
-        if blocks_for_request(groups, middle, max_new) <= num_blocks:
+        if needed(middle, max_new) <= num_blocks:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def _fit_step(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int, num_ahead: int) -> int:
+def _fit_step(resolved: Resolved, needed: Callable[[int, int], int], num_blocks: int, num_ahead: int) -> int:
     """The largest max_num_batched_tokens with which `num_blocks` hold a request of max_model_len; 0: none does.
 
     Steps of fewer tokens need fewer blocks of windows and of open chunks at once.
     """
 
     def fits(tokens: int) -> bool:
-        return blocks_for_request(groups, resolved.max_model_len, tokens + num_ahead) <= num_blocks
+        return needed(resolved.max_model_len, tokens + num_ahead) <= num_blocks
 
     if resolved.looks_ahead or not resolved.enable_chunked_prefill or not fits(resolved.max_num_seqs):
         return 0
@@ -319,24 +328,37 @@ def _fit_step(resolved: Resolved, groups: Sequence[CacheGroup], num_blocks: int,
 
 
 def _too_small(
-    resolved: Resolved, left: str, per_block: int, per_request: int, num_blocks: int, fits: int, step: int
+    resolved: Resolved, left: str, per_block: int, needs: tuple[int, int], num_blocks: int, fits: int, step: int
 ) -> ConfigError:
-    """fits, step: the max_model_len, and the max_num_batched_tokens, that would do; 0: none."""
-    needed = (per_request + 1) * per_block
+    """fits, step: the max_model_len, and the max_num_batched_tokens, that would do; 0: none.
+
+    needs: blocks, the null block among them, of the shortest request that would do, and of the longest.
+    left: what memory is left, empty: it is not what lacks.
+    """
+    least, usual = needs
+    length = f" of {_SHORTEST} tokens" if least < usual else ""
     limit = (
-        f"one request needs {per_request + 1} blocks ({show_bytes(needed)}), the cache would have {max(num_blocks, 0)} "
-        f"({show_bytes(max(num_blocks, 0) * per_block)}): {left}"
+        f"one request{length} needs {least} blocks ({show_bytes(least * per_block)}), the cache would have "
+        f"{max(num_blocks, 0)} ({show_bytes(max(num_blocks, 0) * per_block)})"
     )
+    limit += f": {left}" if left else ""
+    unit = 1
     if resolved.num_gpu_blocks_override is not None:
-        field, change = "num_gpu_blocks_override", f"set it to at least {per_request + 1}"
+        field = "num_gpu_blocks_override"
     elif resolved.kv_cache_memory_bytes is not None:
-        field, change = "kv_cache_memory_bytes", f"set it to at least {needed}"
+        field, unit = "kv_cache_memory_bytes", per_block
     else:
-        field, change = "max_model_len", "free some memory"
-        if fits >= 2:
+        field = "max_model_len"
+    if field != "max_model_len":
+        change = f"set it to at least {least * unit}"
+        if least < usual:
+            change += f", or to {usual * unit} for requests of {resolved.max_model_len} tokens"
+        if fits >= _SHORTEST:
+            change += f", or --max-model-len to at most {fits}"
+    else:
+        change = "free some memory"
+        if fits >= _SHORTEST:
             change = f"set --max-model-len to at most {fits}, or auto"
-    if fits >= 2 and field != "max_model_len":
-        change += f", or --max-model-len to at most {fits}"
-    if step:
+    if step and least == usual:
         change += f", or --max-num-batched-tokens to at most {step}"
     return ConfigError(field, getattr(resolved, field), limit, change)

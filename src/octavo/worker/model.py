@@ -112,7 +112,8 @@ def check_drafts(speculator: Speculator, model: Model, resolved: Resolved) -> No
     has no scales for them.
     """
     check_num_drafts(speculator, resolved.speculative)
-    check_ahead(speculator, resolved.speculative)
+    chunk = min((spec.chunk for spec in model.layer_specs if isinstance(spec, StateSpec)), default=0)
+    check_ahead(speculator, resolved.speculative, resolved.max_model_len, chunk)
     num_drafts = speculator.num_drafts
     if speculator.layer_specs and resolved.kv_cache_dtype != resolved.dtype:
         raise ConfigError(
@@ -123,7 +124,6 @@ def check_drafts(speculator: Speculator, model: Model, resolved: Resolved) -> No
             f"num_drafts={num_drafts} needs attention in which no query sees a later token: take a causal model, and "
             "mods that do not look ahead, or no speculator"
         )
-    chunk = min((spec.chunk for spec in model.layer_specs if isinstance(spec, StateSpec)), default=0)
     if chunk and 2 * num_drafts >= chunk:
         limit = (
             f"the model has states that advance every {chunk} tokens, and two steps' drafts must be fewer than these"
@@ -147,7 +147,7 @@ def _without_graphs(model: Model, resolved: Resolved) -> Resolved:
     layers = [index for index, spec in specs if isinstance(spec, StateSpec) and not spec.in_graphs]
     if not layers or resolved.device != "cuda" or resolved.enforce_eager:
         return resolved
-    reason = f"no graph holds a layer with a state: layer {layers[0]}"
+    reason = f"no graph holds a layer with a state: layer {layers[0] // model.arch.layers_of_each}"
     return dataclasses.replace(resolved, enforce_eager=True, why={**resolved.why, "enforce_eager": reason})
 
 

@@ -236,7 +236,7 @@ class Runner:
             key = EAGER
         self._turn ^= 1
         prompt_logprobs: dict[int, list[GroupLogprobs]] = {}
-        is_within = key.is_decode and is_plain and self._drafter.is_within(key.num_drafts)
+        is_within = key.is_decode and is_plain and self._drafter.is_within(key)
         proposed = is_within and (key.num_drafts > 0 or not plan.depth)
         if key.is_decode:
             output = self._graphs.replay(key, self._arrivals)
@@ -371,7 +371,7 @@ class Runner:
         else:
             drawn = self.model.draw(hidden, batch.rows, *self._sampler.tables, batch.next_positions)
             self._commit(batch, *drawn)
-        if self._drafter.is_within(key.num_drafts):
+        if self._drafter.is_within(key):
             lengths = np.full(batch.num_rows, batch.max_seq_len)
             self._drafter.propose(batch, self._sample_of(batch), key.num_drafts, lengths, for_capture=True)
         return output
