@@ -223,13 +223,22 @@ class AttentionInputs:
             )
 
     def check_call(self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
-        """Raises ValueError where a layer's tensors do not belong to these inputs. The first layer stands for all."""
-        if self.call_checked:
-            return
+        """Raises ValueError where a layer's tensors do not belong to these inputs.
+
+        The first layer stands for all, but for the outputs: a layer that attends by another pass's inputs would write
+        outside them.
+        """
+        if out.shape[0] < self.num_tokens or not self.call_checked:
+            self._check_call(q, kv, out)
+
+    def _check_call(self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
         if kv.shape[2] != self.block_size:
             raise ValueError(f"a cache view of {kv.shape[2]}-token blocks, inputs for {self.block_size}-token blocks")
         if len(q) < self.num_tokens or len(out) < self.num_tokens:
-            raise ValueError(f"{len(q)} queries and {len(out)} outputs are fewer than num_tokens={self.num_tokens}")
+            raise ValueError(
+                f"{len(q)} queries and {len(out)} outputs are fewer than num_tokens={self.num_tokens} of the inputs "
+                "that attention was prepared with last: prepare it for the pass that runs"
+            )
         self.call_checked = True
 
 
@@ -396,6 +405,16 @@ class ForwardContext:
     warmup_only: bool = False  # the results are for nobody: layers that launch what others launch may be left out
     taps: Taps = NO_TAPS
     gates: Gates = NO_GATES  # of blocks that come while a graph of this step runs
+    prepared: Sequence[AttentionInputs] = ()  # of the tables, with which this pass was prepared; empty: nobody looks
+
+    def check_is_last(self) -> None:
+        """Raises ValueError where another pass was prepared since: layers would find its inputs and its plans."""
+        for table, inputs in zip(self.tables, self.prepared, strict=False):
+            if table.inputs is not inputs:
+                raise ValueError(
+                    f"a pass of {inputs.num_tokens} tokens begins behind the preparation of another one of "
+                    f"{table.inputs.num_tokens}: prepare each pass when the one before it has run"
+                )
 
     def narrow_to_logit_tokens(self, layer: int) -> torch.Tensor | None:
         """Ahead of the last layer, number `layer`: prepare its backend for the tokens that are asked for alone.
@@ -420,8 +439,12 @@ _CURRENT = _Current()
 
 @contextlib.contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
-    """Make `context` this thread's current one for the duration of a forward pass. No nesting."""
+    """Make `context` this thread's current one for the duration of a forward pass. No nesting.
+
+    Raises ValueError unless it is the one that was prepared last.
+    """
     assert _CURRENT.context is None, "a forward pass inside a forward pass"
+    context.check_is_last()
     _CURRENT.context = context
     try:
         yield
