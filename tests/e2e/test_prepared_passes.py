@@ -16,7 +16,14 @@ import torch
 
 from eager_graphs import EagerGraphs
 from insides import runner_of
-from octavo.attention.base import NO_TENSORS, AttentionInputs, LayerTensors, current_context, forward_context
+from octavo.attention.base import (
+    NO_TENSORS,
+    AttentionInputs,
+    LayerTensors,
+    TableContext,
+    current_context,
+    forward_context,
+)
 from octavo.attention.frame import BackendFrame
 from octavo.cache.specs import AttentionSpec
 from octavo.config.engine_config import EngineConfig
@@ -51,7 +58,7 @@ BLOCKS = {
 # target, method, the drafter's config where that is a file of its own
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any] | None]] = {
     "ngram": (GEMMA, "ngram", None),
-    "draft_model": (GEMMA, "draft_model", {**LLAMA, "num_hidden_layers": 2}),
+    "draft_model": (LLAMA, "draft_model", LLAMA),  # the same weights: every draft is right
     "eagle": (LLAMA, "eagle", {**HEAD, "architectures": ["LlamaForCausalLM"]}),
     "eagle3": (LLAMA, "eagle3", EAGLE3),
     "eagle3 of a hybrid": (Q3N, "eagle3", EAGLE3),
@@ -133,28 +140,57 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def make(folder: Path, target: dict[str, Any], drafts: dict[str, Any]) -> Engine:
+def hold(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on no pass may write to a block that its row does not hold; how many tokens were written."""
+    runner, scheduler, written = runner_of(engine), engine.scheduler, list[int]()
+    tables = runner._model_state._tables
+
+    def check(table: TableContext, inputs: AttentionInputs) -> None:
+        group = runner._tables._sources[tables.index(table)]
+        assert inputs.rows is not None
+        ends = inputs.query_start.tolist()
+        for row, first, end in zip(inputs.rows.tolist(), ends, ends[1:], strict=False):
+            slots = inputs.slot_mapping[first:end]
+            blocks = set((slots[slots >= 0] // inputs.block_size).tolist())
+            owner = scheduler._running.owners.get(row)
+            own = [] if owner is None else scheduler.kv._entries[owner.request_id].tables[group]
+            assert blocks <= set(own) - {0}, "a pass writes to a block of others"
+            written.append(len(slots))
+        assert bool((inputs.slot_mapping[ends[inputs.num_rows] : inputs.num_tokens] < 0).all())
+
+    for name in ("prepare", "prepare_stores"):
+        method = getattr(TableContext, name)
+
+        def checked(self: TableContext, inputs: AttentionInputs, *, method: Any = method, **rest: Any) -> None:
+            check(self, inputs)
+            method(self, inputs, **rest)
+
+        monkeypatch.setattr(TableContext, name, checked)
+    return written
+
+
+def make(folder: Path, target: dict[str, Any], drafts: dict[str, Any], **fields: Any) -> Engine:
     (folder / "config.json").write_text(json.dumps(target))
     return Engine(
         EngineConfig(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="float32", device="cpu",
-            attention_backend="reference", max_model_len=160, max_num_seqs=ROWS, max_num_batched_tokens=TOKENS,
-            block_size=16, kv_cache_memory_bytes=8 << 20, speculative_config=drafts,
+            attention_backend="reference", max_model_len=64, max_num_seqs=ROWS, max_num_batched_tokens=TOKENS,
+            block_size=16, kv_cache_memory_bytes=8 << 20, speculative_config=drafts, **fields,
         )
     )  # fmt: skip
 
 
 def answers(engine: Engine) -> dict[str, Any]:
     """More requests than rows, of chunked prompts, with all that is asked of logits; then with nothing."""
-    prompts = [[(7 * i * i + 3 * i + n) % 290 + 3 for i in range(n)] for n in (50, 3, 33, 17, 9)]
+    prompts = [[(7 * i * i + 3 * i + n) % 290 + 3 for i in range(n)] for n in (50, 3, 33, 18, 9)]
     plain: list[dict[str, Any]] = [{}] * 3
     wanted = [
         {"logprobs": 2, "prompt_logprobs": 1},
         {"temperature": 0.7, "seed": 3},
         {"logprobs": 1, "temperature": 1.0, "seed": 4, "top_k": 40},
-        {},
+        {"max_tokens": 16},
         {"repetition_penalty": 1.2, "max_tokens": 4},
-        {"max_tokens": 6, "logprobs": 0},
+        {"max_tokens": 30, "logprobs": 0},
     ]
     return _told(engine, zip([*prompts, prompts[0]], wanted, strict=True)) | _told(engine, zip(prompts, plain))
 
@@ -193,8 +229,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize(("name", "graphs"), [*((name, True) for name in CASES), *((name, False) for name in EAGER)])
 def test_every_pass_attends_by_what_was_prepared_for_it(
-    name: str, graphs: bool, plain: dict[str, Any], looked_at: list[str], tmp_path: Path
+    name: str,
+    graphs: bool,
+    plain: dict[str, Any],
+    looked_at: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With graphs step by step, else with a step in flight."""
     target, method, config = CASES[name]
     drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": K, "adaptive_depth": False}
     if config is not None:
@@ -202,17 +244,18 @@ def test_every_pass_attends_by_what_was_prepared_for_it(
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config))
         drafts["model"] = str(folder)
-    engine, replayed = make(tmp_path, target, drafts), list[GraphKey]()
+    engine, replayed = make(tmp_path, target, drafts, async_scheduling=not graphs), list[GraphKey]()
     if graphs:
         runner = runner_of(engine)
         own = runner._graphs = EagerGraphs(runner, keys())
-        replayed = own.replayed
+        replayed, written = own.replayed, hold(engine, monkeypatch)
     assert answers(engine) == plain[target["architectures"][0]]
     assert engine.stats.num_draft_tokens > 20
     engine.close()
     assert looked_at.count("attention") > 50
     assert ("states" in looked_at) == (target is Q3N)
     if graphs:
+        assert sum(written) > 300
         assert any(key.num_drafts and key.is_decode for key in replayed)
         assert any(key.num_drafts and not key.is_decode for key in replayed)
 
