@@ -80,6 +80,8 @@ def check_bounds(inputs: AttentionInputs, num_blocks: int) -> None:
     assert int(start[0]) == 0 and bool((queries >= 0).all()) and int(start[-1]) <= inputs.num_tokens
     assert inputs.min_query_len <= int(queries.min()) and int(queries.max()) <= inputs.max_query_len
     assert bool((queries <= lengths).all()) and int(lengths.max()) <= inputs.max_seq_len
+    if not inputs.is_padded and inputs.num_tokens == inputs.num_rows * inputs.max_query_len:
+        assert bool((queries == inputs.max_query_len).all()), "a plan may look for no other rows"
     if inputs.max_long is not None:
         assert int((queries > 1).sum()) <= inputs.max_long
     assert len(inputs.slot_mapping) >= inputs.num_tokens
@@ -171,13 +173,12 @@ def hold(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def make(folder: Path, target: dict[str, Any], drafts: dict[str, Any], **fields: Any) -> Engine:
     (folder / "config.json").write_text(json.dumps(target))
-    return Engine(
-        EngineConfig(
-            model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="float32", device="cpu",
-            attention_backend="reference", max_model_len=64, max_num_seqs=ROWS, max_num_batched_tokens=TOKENS,
-            block_size=16, kv_cache_memory_bytes=8 << 20, speculative_config=drafts, **fields,
-        )
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu",
+        "attention_backend": "reference", "max_model_len": 64, "max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS,
+        "block_size": 16, "kv_cache_memory_bytes": 8 << 20, "speculative_config": drafts, **fields,
+    }  # fmt: skip
+    return Engine(EngineConfig(**settings))
 
 
 def answers(engine: Engine) -> dict[str, Any]:
@@ -258,6 +259,22 @@ def test_every_pass_attends_by_what_was_prepared_for_it(
         assert sum(written) > 300
         assert any(key.num_drafts and key.is_decode for key in replayed)
         assert any(key.num_drafts and not key.is_decode for key in replayed)
+
+
+def test_a_drafters_pass_behind_a_padded_step_says_that_rows_may_have_fewer_tokens(
+    looked_at: list[str], tmp_path: Path
+) -> None:
+    """One row and as many tokens as a graph has may be a row of fewer: none of them is to be left out."""
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    drafts = {"method": "draft_model", "num_speculative_tokens": K, "adaptive_depth": False, "model": str(folder)}
+    engine = make(tmp_path, LLAMA, drafts, max_num_seqs=1)
+    runner = runner_of(engine)
+    graphs = runner._graphs = EagerGraphs(runner, [*decode_keys(1), *mixed_keys(1, TOKENS)])
+    answers(engine)
+    engine.close()
+    assert any(key.num_tokens > 1 for key in graphs.replayed) and looked_at
 
 
 def test_a_pass_that_was_not_prepared_last_is_refused(tmp_path: Path) -> None:

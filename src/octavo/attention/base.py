@@ -186,6 +186,7 @@ class AttentionInputs:
     rows: torch.Tensor | None = None  # [num_rows] int64, the table row of each; read where mods are
     min_query_len: int = 0  # host lower bound of a row's queries
     max_long: int | None = None  # host upper bound of rows with several queries, which come last; None: all rows
+    is_padded: bool = False  # rows may have fewer queries than `num_tokens` says, of which the last ones are nobody's
     apart: bool = False  # no row reads what another one stores in the same step, though rows may have several queries
     call_checked: bool = False  # whether a layer's tensors were found to fit
 

@@ -119,6 +119,7 @@ class DefaultModelState:
             rows=batch.rows,
             max_long=batch.max_long,
             apart=batch.apart,
+            is_padded=batch.is_padded,
         )
 
 

@@ -255,13 +255,14 @@ class Planner:
         max_seq_len: int,
         min_query_len: int = 0,
         for_capture: bool = False,
+        is_padded: bool = False,
         tile: Tile | None = None,
     ) -> Plan:
         """The plan of a batch. Launches the division of its short rows and waits for nothing.
 
         The numbers are the host's, as bounds: wider ones change no bit. A plan that is made for a graph, inside
-        its capture, holds for all lengths and queries within them. tile: for rows of many queries, other than the
-        table's.
+        its capture, holds for all lengths and queries within them. is_padded: whether tokens may be nobody's. tile: for
+        rows of many queries, other than the table's.
         """
         heads, mask_spec, num_rows = self.heads, self.mask_spec, seq_lens.shape[0]
         reach = min(max_seq_len, mask_spec.reach + max_query_len) if mask_spec.reach else max_seq_len
@@ -269,7 +270,8 @@ class Planner:
         rows_at = rows_tile(heads, num_rows, max_query_len, self._dtype, self._cache_dtype, lean=self._lean)
         short = rows_at.lines // heads.group
         rows, tiles, prompts, capacity = None, None, None, 0
-        may_differ = for_capture or num_tokens < num_rows * max_query_len  # a graph's rows may have fewer
+        # a graph's rows may have fewer, also behind it, in a drafter's passes
+        may_differ = for_capture or is_padded or num_tokens < num_rows * max_query_len
         if max_query_len <= short or (may_differ and min_query_len <= short):  # some row may be short
             rows, capacity = self._rows(
                 rows_at, query_start, seq_lens, min(short, max_query_len), max_leaves, for_capture
