@@ -142,11 +142,20 @@ class Scratch:
         return self._limit // (4 * leaf_size)
 
     def reserve(self, num_leaves: int, leaf_size: int, num_counters: int, *, for_capture: bool = False) -> None:
-        """Make room. Must happen before a graph is captured that uses it."""
+        """Make room. Must happen before a graph is captured that uses it.
+
+        Raises RuntimeError where counters would have to grow inside a capture: the zeros would be the graph's, and
+        whatever else used them before it runs would count from what memory held.
+        """
         size = min(num_leaves, self.capacity(leaf_size)) * leaf_size
         if self._parts.numel() < size:
             self._parts = torch.empty(size, dtype=torch.float32, device=self._device)
         if self._counters.numel() < num_counters:
+            if _captures(self._device):
+                had = self._counters.numel()
+                raise RuntimeError(
+                    f"attention has {had} counters and a graph needs {num_counters}: reserve them before"
+                )
             self._counters = torch.zeros(num_counters, dtype=torch.int32, device=self._device)
         if for_capture:
             kept = {id(tensor) for tensor in self._captured}
@@ -166,6 +175,11 @@ class Scratch:
 def can_run_on(device: torch.device) -> bool:
     """CUDA, or any device under Triton's interpreter (TRITON_INTERPRET=1)."""
     return device.type == "cuda" or not isinstance(attend_rows, Direct)
+
+
+def _captures(device: torch.device) -> bool:
+    """Whether what is launched becomes a part of a graph, and is not done now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Plans of attention for batches whose tokens may be nobody's: their rows may be shorter than host numbers say."""
+"""Plans of attention for graphs: rows may be shorter than host numbers say, and memory is there before a capture."""
 
 from __future__ import annotations
 
@@ -40,3 +40,14 @@ def test_rows_of_few_queries_are_looked_for_wherever_there_may_be_some(
         found = plan(num_rows, 16, **fields)
         assert found.rows is not None and found.rows.short == found.tiles.short == 8
     assert plan(num_rows, 16, is_padded=True, min_query_len=9).rows is None
+
+
+def test_counters_do_not_begin_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their zeros would be written when that graph runs, and not before somebody else counts by them."""
+    scratch = paged_plan.Scratch(CPU)
+    scratch.reserve(1, 16, 5)
+    monkeypatch.setattr(paged_plan, "_captures", lambda device: True)
+    scratch.reserve(2, 16, 5, for_capture=True)
+    with pytest.raises(RuntimeError, match="attention has 5 counters and a graph needs 6: reserve them before"):
+        scratch.reserve(2, 16, 6, for_capture=True)
+    assert scratch.counters.tolist() == [0] * 5
