@@ -3,8 +3,9 @@
 Owns the words: Capability (what a backend can do), Setup (what an engine tells it once), AttentionInputs (one step's
 batch, for prefill, decode and verification alike), LayerTensors (what a layer brings to each call), the
 AttentionBackend protocol, the table of names, and the ForwardContext in which a layer finds all that is its own.
-Knows no backend. Invariant: a backend sees lengths, tables and slots, never requests; `prepare` is called once per step
-and cache group, and once more if the last layer attends for fewer tokens; `run` once per layer.
+Knows no backend. Invariants: a backend sees lengths, tables and slots, never requests; `prepare` is called once per
+pass and cache group, and once more if the last layer attends for fewer tokens; `run` once per layer; no pass runs
+behind the preparation of another one.
 """
 
 from __future__ import annotations
