@@ -282,6 +282,9 @@ def test_inputs_that_do_not_fit_are_refused_by_name(name: str) -> None:
         backend.run(step.q, torch.zeros(9, KV_HEADS, 32, 2 * SIZE), FULL, torch.empty_like(step.q))
     with pytest.raises(ValueError, match=r"4 queries and 5 outputs are fewer than num_tokens=5"):
         backend.run(step.q[:4], step.kv, FULL, torch.empty_like(step.q))
+    backend.run(step.q, step.kv, FULL, torch.empty_like(step.q))
+    with pytest.raises(ValueError, match=r"4 queries and 4 outputs are fewer than num_tokens=5 of the inputs"):
+        backend.run(step.q[:4], step.kv, FULL, torch.empty_like(step.q[:4]))  # behind a layer that was found to fit
 
 
 def test_a_third_of_the_settings_has_every_layout_and_every_size() -> None:

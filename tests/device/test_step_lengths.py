@@ -70,8 +70,9 @@ def test_M5_2_a_graph_is_captured_for_the_longest_row_that_it_may_serve(bounds: 
     seen: list[int] = []
 
     def view(
-        num_rows: int, num_tokens: int, max_query_len: int, max_seq_len: int, max_long: int, every: bool, apart: bool
+        num_rows: int, num_tokens: int, max_query_len: int, max_seq_len: int, max_long: int, **flags: bool
     ) -> None:
+        assert flags["is_padded"], "its steps may have fewer tokens"
         seen.append(max_seq_len)
 
     runner: Any = SimpleNamespace(_padded={}, _max_model_len=MAX_LEN, _buffers=SimpleNamespace(view=view))

@@ -23,12 +23,11 @@ from loading import load_model
 from model_rig import Case, Rig, make_reference
 from octavo.attention.base import ForwardContext, Taps, forward_context
 from octavo.checkpoint.config_reader.checkpoint import read_arch
-from octavo.checkpoint.config_reader.drafters import read_block, read_head, read_modules
+from octavo.checkpoint.config_reader.drafters import read_block, read_head
 from octavo.checkpoint.drafters import build_drafters, read_drafter
 from octavo.checkpoint.loader import fill_model
 from octavo.models import ARCHITECTURES
 from octavo.models.drafters import DraftHead
-from octavo.models.drafters.mtp import MtpModule
 from octavo.ops.inputs.tensors import DraftRows, RowTensors
 from octavo.ops.sampling.drafts import draw_drafts_composed
 
@@ -404,16 +403,3 @@ def test_mtp_equals_transformers(family: str, under_mtp: bool, tmp_path: Path) -
     agrees(drafter, tokens, states, expected[0])
     assert drafter.logits(expected[0]).equal(target.logits(expected[0]))
     assert not drafter.attends_to_store, "a store is a pass that is planned for no attention"
-
-
-def test_a_module_whose_lines_are_not_known_stores_as_it_attends(tiny_case: Callable[[str], Case]) -> None:
-    """A layer that adds attention and MLP at once, as Cohere's, has no chain; another family's may have none either."""
-    target = tiny_case("cohere").model
-    arch = target.arch
-    config = {"num_nextn_predict_layers": 1, "num_hidden_layers": arch.num_published}
-    config |= {"hidden_size": arch.hidden_size, "vocab_size": arch.vocab_size}
-    module = MtpModule(read_modules(config, "config.json", arch, ()), target, torch.float32)
-    fill_model(module, None, load_format="dummy")
-    tokens, states = torch.randint(arch.vocab_size, (LENGTH,)), torch.randn(LENGTH, arch.hidden_size)
-    assert module.attends_to_store
-    agrees(module, tokens, states, DraftRig(module).enter(tokens, states))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+
+from triton.runtime import driver
 
 from octavo.layers.embedding import OutputHead
 from octavo.ops import sampling as sample
@@ -169,3 +172,24 @@ def test_nothing_is_compared_while_a_graph_is_captured(machine: Machine) -> None
     assert fused_lm_head_sampling.supports(weight) == ()
     machine.capturing = False
     assert fused_lm_head_sampling.supports(weight) == ROWS
+
+
+def test_launches_on_two_streams_share_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine rehearses its graphs on a stream of its own, while another one of the process decodes."""
+    state = SimpleNamespace(stream=0, capturing=False)
+    processors = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda index: state.stream))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
+    monkeypatch.setattr(fused_lm_head_sampling, "_scratches", {})
+    scratch, device = fused_lm_head_sampling._scratch, torch.device("cpu")
+    of_steps = scratch(device)
+    state.stream, state.capturing = 7, True
+    assert scratch(device) is of_steps, "what a capture makes has no zeros before the graph runs"
+    state.capturing = False
+    rehearsed = scratch(device)
+    assert not {each.data_ptr() for each in rehearsed} & {each.data_ptr() for each in of_steps}
+    state.capturing = True
+    assert scratch(device) is rehearsed
+    state.stream, state.capturing = 0, False
+    assert scratch(device) is of_steps

@@ -146,7 +146,7 @@ def test_a_given_output_is_rounded_to_its_own_dtype_once(is_native: bool) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_native", [pytest.param(True, marks=needs_native), False])
 def test_a_weight_behind_some_channels_gives_the_others(kind: str, is_native: bool) -> None:
-    """Unless they end inside a panel. Of behind, too; and the whole weight may be gone."""
+    """Unless they end inside a panel. Of behind, too; some of them; and the whole weight may be gone."""
     with contextlib.nullcontext() if is_native else native.disabled():
         whole, x = pack(heavy_tailed(140, 100), kind), heavy_tailed(20, 100)
         expected = linear(x, whole)
@@ -156,6 +156,9 @@ def test_a_weight_behind_some_channels_gives_the_others(kind: str, is_native: bo
         assert some is not None and torch.equal(linear(x, some), expected[:, 64:])
         fewer = some.behind(64)
         assert fewer is not None and torch.equal(linear(x, fewer), expected[:, 128:])
+        for count in (1, 32, 40, 76) if is_native else (64, 76):
+            few = some.behind(0, count)
+            assert few is not None and torch.equal(linear(x, few), expected[:, 64 : 64 + count])
 
 
 def test_linear_of_no_rows_is_empty() -> None:

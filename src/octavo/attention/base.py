@@ -3,8 +3,9 @@
 Owns the words: Capability (what a backend can do), Setup (what an engine tells it once), AttentionInputs (one step's
 batch, for prefill, decode and verification alike), LayerTensors (what a layer brings to each call), the
 AttentionBackend protocol, the table of names, and the ForwardContext in which a layer finds all that is its own.
-Knows no backend. Invariant: a backend sees lengths, tables and slots, never requests; `prepare` is called once per step
-and cache group, and once more if the last layer attends for fewer tokens; `run` once per layer.
+Knows no backend. Invariants: a backend sees lengths, tables and slots, never requests; `prepare` is called once per
+pass and cache group, and once more if the last layer attends for fewer tokens; `run` once per layer; no pass runs
+behind the preparation of another one.
 """
 
 from __future__ import annotations
@@ -186,6 +187,7 @@ class AttentionInputs:
     rows: torch.Tensor | None = None  # [num_rows] int64, the table row of each; read where mods are
     min_query_len: int = 0  # host lower bound of a row's queries
     max_long: int | None = None  # host upper bound of rows with several queries, which come last; None: all rows
+    is_padded: bool = False  # rows may have fewer queries than `num_tokens` says, of which the last ones are nobody's
     apart: bool = False  # no row reads what another one stores in the same step, though rows may have several queries
     call_checked: bool = False  # whether a layer's tensors were found to fit
 
@@ -223,13 +225,22 @@ class AttentionInputs:
             )
 
     def check_call(self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
-        """Raises ValueError where a layer's tensors do not belong to these inputs. The first layer stands for all."""
-        if self.call_checked:
-            return
+        """Raises ValueError where a layer's tensors do not belong to these inputs.
+
+        The first layer stands for all, but for the outputs: a layer that attends by another pass's inputs would write
+        outside them.
+        """
+        if out.shape[0] < self.num_tokens or not self.call_checked:
+            self._check_call(q, kv, out)
+
+    def _check_call(self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
         if kv.shape[2] != self.block_size:
             raise ValueError(f"a cache view of {kv.shape[2]}-token blocks, inputs for {self.block_size}-token blocks")
         if len(q) < self.num_tokens or len(out) < self.num_tokens:
-            raise ValueError(f"{len(q)} queries and {len(out)} outputs are fewer than num_tokens={self.num_tokens}")
+            raise ValueError(
+                f"{len(q)} queries and {len(out)} outputs are fewer than num_tokens={self.num_tokens} of the inputs "
+                "that attention was prepared with last: prepare it for the pass that runs"
+            )
         self.call_checked = True
 
 
@@ -396,6 +407,16 @@ class ForwardContext:
     warmup_only: bool = False  # the results are for nobody: layers that launch what others launch may be left out
     taps: Taps = NO_TAPS
     gates: Gates = NO_GATES  # of blocks that come while a graph of this step runs
+    prepared: Sequence[AttentionInputs] = ()  # of the tables, with which this pass was prepared; empty: nobody looks
+
+    def check_is_last(self) -> None:
+        """Raises ValueError where another pass was prepared since: layers would find its inputs and its plans."""
+        for table, inputs in zip(self.tables, self.prepared, strict=False):
+            if table.inputs is not inputs:
+                raise ValueError(
+                    f"a pass of {inputs.num_tokens} tokens begins behind the preparation of another one of "
+                    f"{table.inputs.num_tokens}: prepare each pass when the one before it has run"
+                )
 
     def narrow_to_logit_tokens(self, layer: int) -> torch.Tensor | None:
         """Ahead of the last layer, number `layer`: prepare its backend for the tokens that are asked for alone.
@@ -420,8 +441,12 @@ _CURRENT = _Current()
 
 @contextlib.contextmanager
 def forward_context(context: ForwardContext) -> Iterator[None]:
-    """Make `context` this thread's current one for the duration of a forward pass. No nesting."""
+    """Make `context` this thread's current one for the duration of a forward pass. No nesting.
+
+    Raises ValueError unless it is the one that was prepared last.
+    """
     assert _CURRENT.context is None, "a forward pass inside a forward pass"
+    context.check_is_last()
     _CURRENT.context = context
     try:
         yield

@@ -100,6 +100,7 @@ class PagedBackend(BackendFrame):
                 min_query_len=inputs.min_query_len,
                 max_seq_len=inputs.max_seq_len,
                 for_capture=for_capture,
+                is_padded=inputs.is_padded,
             )
             for spec, planner in self._planners.items()
         }

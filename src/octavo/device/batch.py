@@ -117,6 +117,7 @@ class Batch(StepInputs, frozen=True, kw_only=True):
     logit_tokens: LogitTokens | None  # whose hidden states alone are asked for; None: those of all tokens
     apart: bool = False  # of a graph whose rows all verify: none reads what another one stores
     verifies: bool = False  # rows of several tokens have drafts
+    is_padded: bool = False  # of a graph: rows may have fewer tokens than T says, the last ones then are of no row
 
     @property
     def num_rows(self) -> int:
@@ -392,10 +393,11 @@ class InputBuffers:
         every: bool = False,
         drafts: StepShape | None = None,
         apart: bool = False,
+        is_padded: bool = False,
     ) -> Batch:
         """The leading parts of the static tensors as a batch. every: hidden states of all tokens are asked for.
 
-        drafts: the step, if it has some. apart: see Batch.
+        drafts: the step, if it has some. apart, is_padded: see Batch.
         """
         num_logits, max_logits = (
             (num_rows, 1) if drafts is None else (drafts.num_logit_tokens, drafts.max_logits_per_row)
@@ -409,6 +411,7 @@ class InputBuffers:
             max_seq_len=max_seq_len,
             max_long=max_long,
             apart=apart,
+            is_padded=is_padded,
             verifies=apart or drafts is not None,
             **tensors,
         )

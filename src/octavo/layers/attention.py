@@ -142,7 +142,7 @@ class Attention(Layer):
             qkv,
             context.positions,
             self.rotary.cos_sin,
-            self.q_norm,
+            self.q_norm if num_heads else None,
             self.k_norm,
             self.norm_eps,
             num_heads,

@@ -40,9 +40,12 @@ class Decoder:
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """x [tokens, size]: the embedding; positions [tokens] int64 -> hidden states after the norm.
 
-        Of the tokens that the context says are asked for: the last layer needs of the others K and V alone.
+        Of the tokens that the context says are asked for: the last layer needs of the others K and V alone. Raises
+        ValueError for other tokens than the context's: a step's tables and slots are read for each of them.
         """
         context = current_context()
+        if x.shape[0] != context.positions.shape[0]:
+            raise ValueError(f"{x.shape[0]} tokens in a pass that was prepared for {context.positions.shape[0]}")
         if self._bound is not context.layers:
             self._bind(context.layers)
         if self._whole is not None and not self._is_tapped(context):

@@ -101,6 +101,7 @@ class DefaultModelState:
             positions=batch.positions,
             logit_tokens=batch.logit_tokens,
             for_capture=for_capture,
+            prepared=[table.inputs for table in self._tables],
         )
 
     @staticmethod
@@ -118,6 +119,7 @@ class DefaultModelState:
             rows=batch.rows,
             max_long=batch.max_long,
             apart=batch.apart,
+            is_padded=batch.is_padded,
         )
 
 

@@ -73,7 +73,7 @@ class BlockSpeculator:
     def propose(self, step: DraftStep) -> None:
         """See Speculator. Entries are stored whether drafts are asked for or not: later ones read them."""
         drafter = self._drafter
-        with forward_context(self._layers.of(self._batches.again(step))):
+        with forward_context(self._layers.of(self._batches.store(step))):
             drafter.store(step.taps)
         count = self._blocks.most_drafts(step)
         if not count:

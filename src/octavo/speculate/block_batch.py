@@ -57,7 +57,7 @@ class BlockBatches:
         return max(min(step.num_drafts, room - 1), 0)
 
     def of(self, step: DraftStep, count: int) -> Block:
-        """The rows of `step` with `count` places for drafts each, at least one. After `DraftBatches.again`.
+        """The rows of `step` with `count` places for drafts each, at least one. After `DraftBatches.store`.
 
         Rows that did not sample run at position 0 and store nothing.
         """

@@ -383,7 +383,7 @@ class Runner:
             longest, length = (min(most, self._max_model_len) for most in (key.num_tokens, key.max_seq_len))
             longest = 1 + key.num_drafts if key.is_decode or key.num_drafts else longest
             sizes, every = (key.num_rows, key.num_tokens, longest, length, key.max_long), key.num_drafts > 0
-            batch = self._padded[key] = self._buffers.view(*sizes, every=every, apart=every)
+            batch = self._padded[key] = self._buffers.view(*sizes, every=every, apart=every, is_padded=True)
         return batch
 
     @staticmethod

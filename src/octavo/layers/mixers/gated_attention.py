@@ -14,10 +14,14 @@ from octavo.checkpoint.arch import Arch
 from octavo.layers.attention import Attention, RotaryTable
 from octavo.layers.linear import Linear
 from octavo.ops.activation import gated_by
+from octavo.ops.gemm import LinearWeight
+from octavo.ops.gemm.fused import linear_of_few
 
 
 class _GatedLinear(Linear):
     """Queries with their gates, keys and values in one product; the gates come last."""
+
+    keys_values: LinearWeight | None  # these alone, in the same memory, where they can be had apart; set by finalize
 
     def __init__(self, size: int, spec: AttentionSpec, dtype: torch.dtype, *, bias: bool) -> None:
         """`size`: of the hidden state."""
@@ -32,6 +36,7 @@ class _GatedLinear(Linear):
             queries, gates = parameter[: self._num_gated].unflatten(0, self._heads).unbind(1)
             parameter.copy_(torch.cat((queries.flatten(0, 1), parameter[self._num_gated :], gates.flatten(0, 1))))
         super().finalize(quantization)
+        self.keys_values = self.packed.behind(self._num_gated // 2, self._rows - self._num_gated)
 
 
 class GatedAttention(Attention):
@@ -52,8 +57,14 @@ class GatedAttention(Attention):
         return gated_by(seen, both[:, -self._size :], "sigmoid")
 
     def store(self, x: torch.Tensor) -> None:
-        """See Attention."""
-        self.rope_and_store(self.qkv.forward(x)[:, : -self._size])
+        """See Attention. Neither queries nor gates are computed, where keys and values can be had apart."""
+        assert isinstance(self.qkv, _GatedLinear), "as it was made"
+        apart, bias = self.qkv.keys_values, self.qkv.bias
+        if apart is None:
+            self.rope_and_store(self.qkv.forward(x)[:, : -self._size])
+            return
+        bias = None if bias is None else bias[self._size : self._size + apart.n]
+        self._rope_and_store(linear_of_few(x, apart, bias), 0)
 
     @property
     def out(self) -> Linear:

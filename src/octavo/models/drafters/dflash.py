@@ -76,7 +76,7 @@ class BlockDrafter(Layer):
         states = self.state_norm.forward(self.fc.forward(given))
         for layer in self.layers:
             assert isinstance(layer, Qwen3Layer), "as they were made"
-            layer.attention.rope_and_store(layer.attention.qkv.forward(states))
+            layer.attention.store(states)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Blocks [T] int64, of the context's rows -> [T, size], normed, from which logits follow."""

@@ -88,7 +88,7 @@ class MtpModule(Layer):
 
     @property
     def attends_to_store(self) -> bool:
-        """Of a layer whose lines are not known, which runs as it is written."""
+        """Of a layer which runs as it is written, since nobody knows what else would store its K and V."""
         return self._store is None
 
     def store(self, tokens: torch.Tensor, states: torch.Tensor) -> None:
@@ -125,7 +125,7 @@ class MtpModule(Layer):
 def _lines_to_store(layer: Layer) -> tuple[Sequence[Line], Callable[[torch.Tensor], object] | None]:
     """A layer's lines, and what behind them stores K and V: the last of these, or a mixer that is a line as a whole.
 
-    None where its lines are not known.
+    None where its lines are not known, or what they store.
     """
     chain = learn(layer.forward)
     lines = [] if chain is None else chain.lines
@@ -133,8 +133,14 @@ def _lines_to_store(layer: Layer) -> tuple[Sequence[Line], Callable[[torch.Tenso
         if line.kind == "attend":
             return lines[: place - 1], lines[place - 1].run
         if line.kind == "own" and isinstance(line.owner, Attention) and line.run == line.owner.forward:
-            return lines[:place], line.owner.store
+            return (lines[:place], line.owner.store) if _stores_as_it_runs(line.owner) else ((), None)
     return (), None
+
+
+def _stores_as_it_runs(mixer: Attention) -> bool:
+    """Whether whoever wrote its forward knew of its `store`: another forward may bring other K and V."""
+    first = next(kind for kind in type(mixer).__mro__ if "forward" in vars(kind) or "store" in vars(kind))
+    return "store" in vars(first) and "forward" not in vars(mixer)
 
 
 def _weight_map(draft: DraftArch, alone: CausalLM, number: int) -> WeightMap:

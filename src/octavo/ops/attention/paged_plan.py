@@ -142,11 +142,20 @@ class Scratch:
         return self._limit // (4 * leaf_size)
 
     def reserve(self, num_leaves: int, leaf_size: int, num_counters: int, *, for_capture: bool = False) -> None:
-        """Make room. Must happen before a graph is captured that uses it."""
+        """Make room. Must happen before a graph is captured that uses it.
+
+        Raises RuntimeError where counters would have to grow inside a capture: the zeros would be the graph's, and
+        whatever else used them before it runs would count from what memory held.
+        """
         size = min(num_leaves, self.capacity(leaf_size)) * leaf_size
         if self._parts.numel() < size:
             self._parts = torch.empty(size, dtype=torch.float32, device=self._device)
         if self._counters.numel() < num_counters:
+            if _captures(self._device):
+                had = self._counters.numel()
+                raise RuntimeError(
+                    f"attention has {had} counters and a graph needs {num_counters}: reserve them before"
+                )
             self._counters = torch.zeros(num_counters, dtype=torch.int32, device=self._device)
         if for_capture:
             kept = {id(tensor) for tensor in self._captured}
@@ -166,6 +175,11 @@ class Scratch:
 def can_run_on(device: torch.device) -> bool:
     """CUDA, or any device under Triton's interpreter (TRITON_INTERPRET=1)."""
     return device.type == "cuda" or not isinstance(attend_rows, Direct)
+
+
+def _captures(device: torch.device) -> bool:
+    """Whether what is launched becomes a part of a graph, and is not done now."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
@@ -255,13 +269,14 @@ class Planner:
         max_seq_len: int,
         min_query_len: int = 0,
         for_capture: bool = False,
+        is_padded: bool = False,
         tile: Tile | None = None,
     ) -> Plan:
         """The plan of a batch. Launches the division of its short rows and waits for nothing.
 
         The numbers are the host's, as bounds: wider ones change no bit. A plan that is made for a graph, inside
-        its capture, holds for all lengths and queries within them. tile: for rows of many queries, other than the
-        table's.
+        its capture, holds for all lengths and queries within them. is_padded: whether tokens may be nobody's. tile: for
+        rows of many queries, other than the table's.
         """
         heads, mask_spec, num_rows = self.heads, self.mask_spec, seq_lens.shape[0]
         reach = min(max_seq_len, mask_spec.reach + max_query_len) if mask_spec.reach else max_seq_len
@@ -269,7 +284,8 @@ class Planner:
         rows_at = rows_tile(heads, num_rows, max_query_len, self._dtype, self._cache_dtype, lean=self._lean)
         short = rows_at.lines // heads.group
         rows, tiles, prompts, capacity = None, None, None, 0
-        may_differ = for_capture or num_tokens < num_rows * max_query_len  # a graph's rows may have fewer
+        # a graph's rows may have fewer, also behind it, in a drafter's passes
+        may_differ = for_capture or is_padded or num_tokens < num_rows * max_query_len
         if max_query_len <= short or (may_differ and min_query_len <= short):  # some row may be short
             rows, capacity = self._rows(
                 rows_at, query_start, seq_lens, min(short, max_query_len), max_leaves, for_capture

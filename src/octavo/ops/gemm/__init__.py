@@ -63,16 +63,20 @@ class LinearWeight:
         """Bytes of the storage."""
         return self.storage.numel() * self.storage.element_size()
 
-    def behind(self, channels: int) -> LinearWeight | None:
-        """The weight without its first channels, in the same memory. None where those end inside a panel."""
+    def behind(self, channels: int, count: int | None = None) -> LinearWeight | None:
+        """The weight without its first channels, in the same memory. None where those end inside a panel.
+
+        count: so many of those that are left; None: all.
+        """
+        n = self.n - channels if count is None else count
         if self.storage.is_cuda:
-            return _plain_gpu_weight(self.storage[channels:], None)
+            return _plain_gpu_weight(self.storage[channels : channels + n], None)
         if not self.header:
-            return replace(self, n=self.n - channels, storage=self.storage[channels:])
+            return replace(self, n=n, storage=self.storage[channels : channels + n])
         if channels % PANEL:
             return None
-        storage = self.storage[channels // PANEL :]
-        header = _WeightHeader(self.n - channels, self.k, storage.stride(0), storage.data_ptr(), KINDS[self.kind])
+        storage = self.storage[channels // PANEL : -(-(channels + n) // PANEL)]
+        header = _WeightHeader(n, self.k, storage.stride(0), storage.data_ptr(), KINDS[self.kind])
         return LinearWeight(header.n, self.k, self.kind, storage, ctypes.addressof(header), (header, *self._keep))
 
 

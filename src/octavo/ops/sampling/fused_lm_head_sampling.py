@@ -39,6 +39,7 @@ _REASONS = OSError, driver.DriverError, nvrtc.CompileError  # that kernels canno
 _Heads = tuple[torch.dtype, torch.device]
 _are_found: dict[_Heads, bool] = {}  # whether the kernels are found right
 _functions: dict[tuple[Tile, _Heads], int] = {}  # that are loaded
+_scratches: dict[tuple[torch.device, int], tuple[Tensor, ...]] = {}  # by device and stream, see `_scratch`
 
 
 def tile_for(num_rows: int) -> Tile:
@@ -159,16 +160,25 @@ def draw(
     return _launch(function, tile, x, weight, rows, temperatures, seeds, positions)
 
 
-@functools.cache
 def _scratch(device: torch.device) -> tuple[Tensor, ...]:
-    """(scores, codes, arrived, told), see `Parts`; between launches the last two are zero. Not first in a capture."""
-    entries = torch.cuda.get_device_properties(device).multi_processor_count * SHARED_ROWS.rows
-    return (
-        torch.empty(entries, dtype=torch.float32, device=device),
-        torch.empty(entries, dtype=torch.int32, device=device),
-        torch.zeros(MAX_ROWS // SHARED_ROWS.rows, dtype=torch.int32, device=device),
-        torch.zeros(MAX_ROWS, dtype=torch.int32, device=device),
-    )
+    """(scores, codes, arrived, told), see `Parts`; between launches the last two are zero. Not first in a capture.
+
+    Each stream has its own, for launches must not overlap: an engine rehearses its graphs while another one decodes. A
+    capture on a stream that has none takes the first: graphs run on the stream of the steps.
+    """
+    stream = triton.runtime.driver.active.get_current_stream(device.index)
+    found = _scratches.get((device, stream))
+    if found is None and torch.cuda.is_current_stream_capturing():
+        return next(made for (own, _), made in _scratches.items() if own == device)
+    if found is None:
+        entries = torch.cuda.get_device_properties(device).multi_processor_count * SHARED_ROWS.rows
+        found = _scratches[device, stream] = (
+            torch.empty(entries, dtype=torch.float32, device=device),
+            torch.empty(entries, dtype=torch.int32, device=device),
+            torch.zeros(MAX_ROWS // SHARED_ROWS.rows, dtype=torch.int32, device=device),
+            torch.zeros(MAX_ROWS, dtype=torch.int32, device=device),
+        )
+    return found
 
 
 def _launch(
