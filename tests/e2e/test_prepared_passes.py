@@ -36,25 +36,48 @@ from random_models import COHERE2, DEEPSEEK, GEMMA, GLM4
 K, ROWS, TOKENS = 3, 4, 32
 UNWRITTEN = 12345.0
 HEAD: dict[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300,
-    "num_hidden_layers": 1, "max_position_embeddings": 512, "torch_dtype": "float32",
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 300,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 512,
+    "torch_dtype": "float32",
+}
 LLAMA: dict[str, Any] = {
-    **HEAD, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4, "eos_token_id": 1, "bos_token_id": 2,
-}  # fmt: skip
+    **HEAD,
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 4,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
 Q3N: dict[str, Any] = {
-    **LLAMA, "architectures": ["Qwen3NextForCausalLM"], "head_dim": 32, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "num_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+    **LLAMA,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
     "layer_types": ["linear_attention", "full_attention"] * 2,
-}  # fmt: skip
+}
 MODULES = {"num_nextn_predict_layers": 1}
 EAGLE3 = {**HEAD, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 60}
 BLOCKS = {
-    **HEAD, "architectures": ["DFlashDraftModel"], "num_hidden_layers": 2, "head_dim": 32, "block_size": 1 + K,
-    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24,
+    **HEAD,
+    "architectures": ["DFlashDraftModel"],
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "block_size": 1 + K,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 24,
     "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 2]},
-}  # fmt: skip
+}
 # target, method, the drafter's config where that is a file of its own
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any] | None]] = {
     "ngram": (GEMMA, "ngram", None),
@@ -174,10 +197,20 @@ def hold(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def make(folder: Path, target: dict[str, Any], drafts: dict[str, Any], **fields: Any) -> Engine:
     (folder / "config.json").write_text(json.dumps(target))
     settings: dict[str, Any] = {
-        "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "float32", "device": "cpu",
-        "attention_backend": "reference", "max_model_len": 64, "max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS,
-        "block_size": 16, "kv_cache_memory_bytes": 8 << 20, "speculative_config": drafts, **fields,
-    }  # fmt: skip
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "device": "cpu",
+        "attention_backend": "reference",
+        "max_model_len": 64,
+        "max_num_seqs": ROWS,
+        "max_num_batched_tokens": TOKENS,
+        "block_size": 16,
+        "kv_cache_memory_bytes": 8 << 20,
+        "speculative_config": drafts,
+        **fields,
+    }
     return Engine(EngineConfig(**settings))
 
 

@@ -115,7 +115,7 @@ def test_captured_behind_the_kernel_that_makes_its_rows() -> None:
         torch.cuda.synchronize()
         expected = _check(-x, weight, tables)
         assert all(map(torch.equal, drawn, expected))
-    assert not any(part.any() for part in fused_lm_head_sampling._scratch(x.device)[2:])
+    assert not any(part.any() for part in fused_lm_head_sampling.SCRATCH.of(x.device)[2:])
 
 
 def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 pytest.importorskip("triton.experimental.gluon")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "attention"))
 import gluon_in_torch
+from octavo.ops.compile.stream_scratch import StreamScratch
 from octavo.ops.embedding import beside_gemv
 from octavo.ops.gemm import gemv
 from octavo.ops.inputs.tensors import DraftRows, RowTensors
@@ -77,7 +78,7 @@ def test_a_head_draws_what_its_logits_say(
     channels = 64 * (2 * PROCESSORS + 1)
     scratch = DrawScratch(torch.zeros(512), torch.zeros(512, dtype=torch.int32), torch.zeros(4, dtype=torch.int32))
     noise = torch.rand(4 * channels, generator=torch.Generator().manual_seed(1)).round(decimals=2)
-    monkeypatch.setattr(drafts_head, "scratch_of", lambda device: scratch)
+    monkeypatch.setattr(drafts_head, "SCRATCH", StreamScratch(lambda device: scratch))
     monkeypatch.setattr(drafts_head, "stream_key", lambda seed, position: (seed, position))
     monkeypatch.setattr(drafts_head, "_noise_of", lambda token, low, high, amount: noise[token.long()] * amount)
     monkeypatch.setattr(drafts_head, "ready_before", lambda x, pdl: x)

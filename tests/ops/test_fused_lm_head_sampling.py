@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from triton.runtime import driver
-
 from octavo.layers.embedding import OutputHead
 from octavo.ops import sampling as sample
 from octavo.ops.compile import nvrtc
 from octavo.ops.compile.driver import DriverError
+from octavo.ops.compile.stream_scratch import StreamScratch
 from octavo.ops.gemm import fused, linear, pack_linear
 from octavo.ops.gemm.gemm_pipeline import Tile, macros, source
 from octavo.ops.sampling import fused_lm_head_sampling
@@ -88,7 +86,7 @@ class Machine:
         self._monkeypatch = monkeypatch
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
         monkeypatch.setattr(fused_lm_head_sampling, "is_hopper", lambda device: True)
-        monkeypatch.setattr(fused_lm_head_sampling, "_scratch", lambda device: ())
+        monkeypatch.setattr(fused_lm_head_sampling, "SCRATCH", StreamScratch(lambda device: ()))
         monkeypatch.setattr(fused_lm_head_sampling, "_agrees", self._agrees)
         monkeypatch.setattr(fused_lm_head_sampling.validation_cache, "_facts", lambda device: ["a GPU"])
         monkeypatch.setattr(
@@ -172,24 +170,3 @@ def test_nothing_is_compared_while_a_graph_is_captured(machine: Machine) -> None
     assert fused_lm_head_sampling.supports(weight) == ()
     machine.capturing = False
     assert fused_lm_head_sampling.supports(weight) == ROWS
-
-
-def test_launches_on_two_streams_share_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine rehearses its graphs on a stream of its own, while another one of the process decodes."""
-    state = SimpleNamespace(stream=0, capturing=False)
-    processors = SimpleNamespace(multi_processor_count=4)
-    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda index: state.stream))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: processors)
-    monkeypatch.setattr(fused_lm_head_sampling, "_scratches", {})
-    scratch, device = fused_lm_head_sampling._scratch, torch.device("cpu")
-    of_steps = scratch(device)
-    state.stream, state.capturing = 7, True
-    assert scratch(device) is of_steps, "what a capture makes has no zeros before the graph runs"
-    state.capturing = False
-    rehearsed = scratch(device)
-    assert not {each.data_ptr() for each in rehearsed} & {each.data_ptr() for each in of_steps}
-    state.capturing = True
-    assert scratch(device) is rehearsed
-    state.stream, state.capturing = 0, False
-    assert scratch(device) is of_steps

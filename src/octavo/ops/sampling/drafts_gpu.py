@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.ops.compile.launch import begin_whole, chained, launched, ready_before
 from octavo.ops.inputs.tensors import DraftRows
-from octavo.ops.sampling.gpu import scratch_of
+from octavo.ops.sampling.gpu import SCRATCH
 from octavo.ops.sampling.noise import gumbel, stream_key, uniform_words
 
 _TILE, _WARPS = 512, 4  # entries of a step of a program: they move no token
@@ -92,7 +92,7 @@ def _draw_drafts(
 
 def draw_drafts(logits: Tensor, ids: Tensor | None, of: DraftRows) -> Tensor:
     """See `octavo.ops.sampling.drafts.draw_drafts`."""
-    (num_rows, num_places), scratch, table = logits.shape, scratch_of(logits.device), of.table
+    (num_rows, num_places), scratch, table = logits.shape, SCRATCH.of(logits.device), of.table
     assert logits.stride(1) == 1 and (ids is None or len(ids) == num_places), "each place has an id"
     drafts = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     tiles = triton.cdiv(num_places, _TILE)

@@ -22,7 +22,7 @@ from octavo.ops.gemm import gemv
 from octavo.ops.gemm.gemv import ask, normed_by, spread
 from octavo.ops.gemm.gpu import is_reproducible
 from octavo.ops.inputs.tensors import DraftRows
-from octavo.ops.sampling.gpu import scratch_of
+from octavo.ops.sampling.gpu import SCRATCH
 from octavo.ops.sampling.noise import gumbel, stream_key, uniform_words
 
 _MAX_PROGRAMS = 512  # whose bests one program compares
@@ -138,7 +138,7 @@ def serves(x: Tensor, weight: Tensor, of: DraftRows) -> bool:
 
 def draw(x: Tensor, norm: Tensor, eps: float, weight: Tensor, ids: Tensor | None, of: DraftRows) -> Tensor:
     """See `octavo.ops.sampling.drafts.draw_drafts_of`."""
-    (n, k), scratch, tile = weight.shape, scratch_of(x.device), _tile(x, weight)
+    (n, k), scratch, tile = weight.shape, SCRATCH.of(x.device), _tile(x, weight)
     assert tile is not None and (ids is None or len(ids) == n), "each channel has an id; ask `serves` first"
     leaving.let_leave(weight)  # the layer's weights stay in the L2 for the next draft
     drafts = torch.empty(1, dtype=torch.int64, device=x.device)

@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from octavo.ops.compile import disk_cache, driver, nvrtc, validation_cache
+from octavo.ops.compile.stream_scratch import StreamScratch
 from octavo.ops.gemm import gpu as matmul
 from octavo.ops.gemm.gemm_pipeline import ALIGNED, DEPTH, ELEMENTS, Tile, describe, is_hopper, macros, source
 from octavo.ops.sampling import gpu as sample
@@ -39,7 +40,6 @@ _REASONS = OSError, driver.DriverError, nvrtc.CompileError  # that kernels canno
 _Heads = tuple[torch.dtype, torch.device]
 _are_found: dict[_Heads, bool] = {}  # whether the kernels are found right
 _functions: dict[tuple[Tile, _Heads], int] = {}  # that are loaded
-_scratches: dict[tuple[torch.device, int], tuple[Tensor, ...]] = {}  # by device and stream, see `_scratch`
 
 
 def tile_for(num_rows: int) -> Tile:
@@ -104,7 +104,7 @@ def _is_loaded(tile: Tile, kind: _Heads) -> bool:
 def _load(tile: Tile, kind: _Heads) -> int:
     """Raises what _REASONS are."""
     code = machine_codes(kind[0])[tile]
-    _scratch(kind[1])
+    SCRATCH.of(kind[1])
     return _functions.setdefault((tile, kind), driver.load(code, "product_and_draw", tile.shared_bytes))
 
 
@@ -160,25 +160,18 @@ def draw(
     return _launch(function, tile, x, weight, rows, temperatures, seeds, positions)
 
 
-def _scratch(device: torch.device) -> tuple[Tensor, ...]:
-    """(scores, codes, arrived, told), see `Parts`; between launches the last two are zero. Not first in a capture.
+def _make_scratch(device: torch.device) -> tuple[Tensor, ...]:
+    """(scores, codes, arrived, told), see `Parts`; between launches the last two are zero."""
+    entries = torch.cuda.get_device_properties(device).multi_processor_count * SHARED_ROWS.rows
+    return (
+        torch.empty(entries, dtype=torch.float32, device=device),
+        torch.empty(entries, dtype=torch.int32, device=device),
+        torch.zeros(MAX_ROWS // SHARED_ROWS.rows, dtype=torch.int32, device=device),
+        torch.zeros(MAX_ROWS, dtype=torch.int32, device=device),
+    )
 
-    Each stream has its own, for launches must not overlap: an engine rehearses its graphs while another one decodes. A
-    capture on a stream that has none takes the first: graphs run on the stream of the steps.
-    """
-    stream = triton.runtime.driver.active.get_current_stream(device.index)
-    found = _scratches.get((device, stream))
-    if found is None and torch.cuda.is_current_stream_capturing():
-        return next(made for (own, _), made in _scratches.items() if own == device)
-    if found is None:
-        entries = torch.cuda.get_device_properties(device).multi_processor_count * SHARED_ROWS.rows
-        found = _scratches[device, stream] = (
-            torch.empty(entries, dtype=torch.float32, device=device),
-            torch.empty(entries, dtype=torch.int32, device=device),
-            torch.zeros(MAX_ROWS // SHARED_ROWS.rows, dtype=torch.int32, device=device),
-            torch.zeros(MAX_ROWS, dtype=torch.int32, device=device),
-        )
-    return found
+
+SCRATCH = StreamScratch(_make_scratch)
 
 
 def _launch(
@@ -208,7 +201,7 @@ def _launch(
         describe(x.data_ptr(), element, (k, num_rows), (2 * x.stride(0),), (DEPTH, row_box)),
         describe(weight.data_ptr(), element, (k, n), (2 * k,), (DEPTH, channel_box)),
         _Addresses(*(tensor.data_ptr() for tensor in (rows, temperatures, seeds, positions))),
-        _Addresses(*(tensor.data_ptr() for tensor in _scratch(device))),
+        _Addresses(*(tensor.data_ptr() for tensor in SCRATCH.of(device))),
         tokens.data_ptr(),
         failed.data_ptr(),
         num_rows,

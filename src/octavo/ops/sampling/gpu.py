@@ -9,7 +9,6 @@ start, each one tree, then one tree over the leaves, whatever the number of rows
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 import triton
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from octavo.ops.compile.launch import begin_after, chained, end_before, launched, ready_before, wait_before
 from octavo.ops.compile.row_sum import padded_length, row_sums
+from octavo.ops.compile.stream_scratch import StreamScratch
 from octavo.ops.sampling.noise import gumbel, gumbel_bound, natural_log, stream_key, uniform_words
 from octavo.ops.sampling.topk_topp_small import likeliest
 from octavo.ops.sampling.truncation import TruncationRows
@@ -44,15 +44,17 @@ class DrawScratch:
     arrived: Tensor  # [rows] int32
 
 
-@functools.cache
-def scratch_of(device: torch.device) -> DrawScratch:
-    """The scratch memory of a device, for launches of any size. The first call must not be under a graph's capture."""
+def _make_scratch(device: torch.device) -> DrawScratch:
+    """For launches of any size."""
     parts = _PROGRAMS + _MAX_SPLITS
     return DrawScratch(
         torch.empty(parts, dtype=torch.float32, device=device),
         torch.empty(parts, dtype=torch.int32, device=device),
         torch.zeros(parts, dtype=torch.int32, device=device),
     )
+
+
+SCRATCH = StreamScratch(_make_scratch)
 
 
 @triton.jit
@@ -215,7 +217,7 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """See `octavo.ops.sampling.draw`; rows None: the tables are of the logits' own rows, without cuts."""
     num_rows, vocab_size = logits.shape
-    scratch = scratch_of(logits.device)
+    scratch = SCRATCH.of(logits.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     failed = torch.empty(num_rows, dtype=torch.uint8, device=logits.device)
     if not num_rows:
