@@ -11,6 +11,7 @@ A shell starts background jobs with SIGINT ignored; Python then installs no hand
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -45,6 +46,16 @@ def pytest_collection() -> Iterator[None]:
     gc.freeze()
     gc.unfreeze()  # into the oldest generation: what asks whether something is frozen would count it for 20 ms
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """What a command sets up of the log, in this process, ends with its test: its stream is that test's stderr."""
+    logger = logging.getLogger("octavo")
+    handlers, propagate, level = [*logger.handlers], logger.propagate, logger.level
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)

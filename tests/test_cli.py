@@ -20,7 +20,6 @@ import pytest
 from octavo.cli import flags, terminal
 from octavo.cli import main as cli
 from octavo.config.settings import ConfigError
-from octavo.observe import LOGGER
 from octavo.request.outputs import CompletionOutput, Logprob, RequestOutput
 from octavo.request.sampling_params import ParameterError, SamplingParams
 
@@ -112,8 +111,6 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     """Run a command with an input; gives exit code, stdout and stderr."""
     for name in [name for name in os.environ if name.startswith("OCTAVO_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(LOGGER, "handlers", [*LOGGER.handlers])  # setup_logging's work ends with the test
-    monkeypatch.setattr(LOGGER, "propagate", LOGGER.propagate)
 
     def run_command(*argv: str, stdin: str | bytes = "") -> tuple[int, str, str]:
         data = stdin if isinstance(stdin, bytes) else stdin.encode()

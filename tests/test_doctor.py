@@ -20,7 +20,6 @@ from octavo.cache.plan import show_bytes
 from octavo.cli import main as cli
 from octavo.config.device_facts import DeviceFacts
 from octavo.config.engine_config import EngineConfig, resolve
-from octavo.observe import LOGGER
 from octavo.startup import probe
 
 CONFIG = {
@@ -75,12 +74,8 @@ def test_doctor_tells_everything_before_weights_exist(folder: Path, capsys: pyte
     assert "Layers\n" not in capsys.readouterr().out
 
 
-def test_doctor_says_one_length(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_says_one_length(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The settings said 512 and the plan 16."""
-    monkeypatch.setattr(LOGGER, "handlers", [])
-    monkeypatch.setattr(LOGGER, "propagate", LOGGER.propagate)
     assert cli.main(["doctor", "--explain", "-m", str(folder), "--num-gpu-blocks-override", "2"]) == 0
     said = capsys.readouterr()
     assert "max_model_len                16               what num_gpu_blocks_override holds" in said.out
@@ -170,11 +165,7 @@ def test_doctor_says_drafts_as_a_user_writes_them(given: str, said: str, capsys:
     assert line.split(maxsplit=1)[1] == said
 
 
-def test_doctor_says_where_a_drafter_of_a_users_own_is_not_counted(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LOGGER, "handlers", [])
-    monkeypatch.setattr(LOGGER, "propagate", LOGGER.propagate)
+def test_doctor_says_where_a_drafter_of_a_users_own_is_not_counted(capsys: pytest.CaptureFixture[str]) -> None:
     given = json.dumps({"method": f"{__name__}:OwnSpeculator", "num_speculative_tokens": 2})
     assert cli.main(["doctor", "--device", "cpu", "-sc", given]) == 0
     assert f"the memory plan lacks what {__name__}:OwnSpeculator loads: it has no `build`" in capsys.readouterr().err

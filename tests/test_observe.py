@@ -31,10 +31,10 @@ def test_phases_count_from_the_start_of_the_process() -> None:
     assert "total" in phases.table() and "other" in phases.table()
 
 
-def test_logging_is_set_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LOGGER, "handlers", [])
-    monkeypatch.setattr(LOGGER, "propagate", True)
-    monkeypatch.setattr(LOGGER, "level", logging.NOTSET)
+@pytest.mark.parametrize("test", ["first", "second"])
+def test_logging_is_set_up_once(test: str) -> None:
+    """In a process; in one of tests by each, whose conftest.py takes it down: else it went to another test's stderr."""
+    assert (LOGGER.handlers, LOGGER.propagate, LOGGER.level) == ([], True, logging.NOTSET)
     setup_logging("info")
     setup_logging("debug")
     assert len(LOGGER.handlers) == 1 and LOGGER.level == logging.DEBUG

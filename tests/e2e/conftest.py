@@ -15,7 +15,6 @@ import pytest
 from octavo import LLM
 from octavo.cli import main as cli
 from octavo.model_state.default import DefaultModelState
-from octavo.observe import LOGGER
 from unpromised import spoil
 
 NUM_PROMPTS = 50
@@ -73,8 +72,6 @@ def octavo(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     """Run the command in this process; gives exit code, stdout and stderr."""
     for name in [name for name in os.environ if name.startswith("OCTAVO_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(LOGGER, "handlers", [*LOGGER.handlers])  # setup_logging's work ends with the test
-    monkeypatch.setattr(LOGGER, "propagate", LOGGER.propagate)
 
     def run(*argv: object) -> tuple[int, str, str]:
         code = cli.main([str(argument) for argument in argv])

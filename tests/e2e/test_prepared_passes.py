@@ -7,6 +7,7 @@ alone, and only luck shows it. Here every call of a backend is asked what it was
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any] | None]] = {
     "modules without lines": (COHERE2, "mtp", {**COHERE2, **MODULES}),
 }
 
+ATTEND = ("ngram", "draft_model", "modules without lines")  # in all passes
 EAGER = ("draft_model", "dflash", "eagle3 of a hybrid", "two modules of qwen3-next", "modules without lines")
 
 
@@ -165,12 +167,12 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def hold(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From now on no pass may write to a block that its row does not hold; how many tokens were written."""
-    runner, scheduler, written = runner_of(engine), engine.scheduler, list[int]()
+def hold(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """From now on no pass may write to a block that its row does not hold; how many tokens, by who prepares it."""
+    runner, scheduler, written = runner_of(engine), engine.scheduler, Counter[str]()
     tables = runner._model_state._tables
 
-    def check(table: TableContext, inputs: AttentionInputs) -> None:
+    def check(name: str, table: TableContext, inputs: AttentionInputs) -> None:
         group = runner._tables._sources[tables.index(table)]
         assert inputs.rows is not None
         ends = inputs.query_start.tolist()
@@ -180,14 +182,16 @@ def hold(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
             owner = scheduler._running.owners.get(row)
             own = [] if owner is None else scheduler.kv._entries[owner.request_id].tables[group]
             assert blocks <= set(own) - {0}, "a pass writes to a block of others"
-            written.append(len(slots))
+            written[name] += len(slots)
         assert bool((inputs.slot_mapping[ends[inputs.num_rows] : inputs.num_tokens] < 0).all())
 
     for name in ("prepare", "prepare_stores"):
         method = getattr(TableContext, name)
 
-        def checked(self: TableContext, inputs: AttentionInputs, *, method: Any = method, **rest: Any) -> None:
-            check(self, inputs)
+        def checked(
+            self: TableContext, inputs: AttentionInputs, *, name: str = name, method: Any = method, **rest: Any
+        ) -> None:
+            check(name, self, inputs)
             method(self, inputs, **rest)
 
         monkeypatch.setattr(TableContext, name, checked)
@@ -294,7 +298,8 @@ def test_every_pass_attends_by_what_was_prepared_for_it(
     engine.close()
     assert looked_at.count("attention") > 50
     assert ("states" in looked_at) == (target is Q3N)
-    assert sum(written) > 300
+    assert sum(written.values()) > 300
+    assert ("prepare_stores" in written) == (name not in ATTEND), "a pass that only stores is planned for no attention"
     if graphs:
         assert any(key.num_drafts and key.is_decode for key in replayed)
         assert any(key.num_drafts and not key.is_decode for key in replayed)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -349,6 +351,10 @@ def test_a_gpu_runs_such_layers_without_graphs_and_says_why(settings: Callable[[
     model, resolved = models.build(arch, config, resolved, [NO_MODS] * arch.num_layers)
     assert resolved.enforce_eager and resolved.why["enforce_eager"] == "no graph holds a layer with a state: layer 0"
     assert not compiles_ahead(resolved, ["paged"], model.layer_specs)
+    arch = SimpleNamespace(layers_of_each=2)  # as Falcon-H1's, whose layers are two of the engine's
+    twice: Any = SimpleNamespace(layer_specs=[None, None, None, model.layer_specs[0]], arch=arch)
+    resolved = models._without_graphs(twice, dataclasses.replace(resolved, enforce_eager=False))
+    assert resolved.why["enforce_eager"] == "no graph holds a layer with a state: layer 1"
 
 
 def test_doctor_prints_what_states_take(

@@ -208,7 +208,7 @@ def test_layers_of_all_forms_follow_each_other() -> None:
                 logit_tokens=None if tokens is None else SimpleNamespace(tokens=tokens),
                 taps=NO_TAPS,
                 gates=NO_GATES,
-                check_is_last=lambda: None,
+                begin=lambda: None,
             )
             with forward_context(context):
                 found, expected = decoder.forward(x, context.positions), x
@@ -256,7 +256,7 @@ def test_a_last_layer_without_a_mixer_computes_the_tokens_that_are_asked_for(mon
             logit_tokens=None if tokens is None else SimpleNamespace(tokens=tokens),
             taps=NO_TAPS,
             gates=NO_GATES,
-            check_is_last=lambda: None,
+            begin=lambda: None,
         )
         with forward_context(context):
             found, expected = decoder.forward(x, context.positions), x
@@ -285,7 +285,7 @@ def test_a_rehearsal_keeps_what_layers_that_it_leaves_out_would_have() -> None:
             logit_tokens=None,
             taps=taps,
             gates=NO_GATES,
-            check_is_last=lambda: None,
+            begin=lambda: None,
         )
         with forward_context(context):
             Decoder([_Form(_one_sum)], _Form(_one_sum).norm).forward(torch.randn(5, 8), context.positions)

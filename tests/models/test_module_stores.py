@@ -61,6 +61,8 @@ def test_a_mixer_that_runs_otherwise_is_not_asked_to_store_as_its_base(tiny_case
     for kind, attends in ((Doubled, True), (Knows, False)):
         module.layer.mixer.__class__ = kind
         assert (_lines_to_store(module.layer)[1] is None) == attends
+    module.layer.mixer.forward = module.layer.mixer.forward  # this very mixer was given another one
+    assert _lines_to_store(module.layer)[1] is None
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek3", "glm4", "qwen3-next", "qwen3-next-tied", "qwen3.5-partial"])

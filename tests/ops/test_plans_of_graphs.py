@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 paged_plan = pytest.importorskip("octavo.ops.attention.paged_plan", reason="needs Triton")
+from octavo.attention.base import AttentionInputs  # noqa: E402
+from octavo.attention.paged import PagedBackend  # noqa: E402
 from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -40,6 +43,19 @@ def test_rows_of_few_queries_are_looked_for_wherever_there_may_be_some(
         found = plan(num_rows, 16, **fields)
         assert found.rows is not None and found.rows.short == found.tiles.short == 8
     assert plan(num_rows, 16, is_padded=True, min_query_len=9).rows is None
+
+
+def test_a_backend_plans_by_what_a_batch_says_of_its_tokens() -> None:
+    seen: list[bool] = []
+    backend: Any = object.__new__(PagedBackend)
+    planner = SimpleNamespace(plan=lambda *_, is_padded, **__: seen.append(is_padded))
+    backend._planners = {None: planner}
+    numbers = {"num_rows": 1, "num_tokens": 4, "max_query_len": 4, "max_seq_len": 16, "block_size": 16}
+    starts, ints = torch.zeros(2, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    tensors = {"query_start": starts, "seq_lens": ints[0], "block_table": ints, "slot_mapping": torch.zeros(4)}
+    for is_padded in (True, False):
+        backend.prepare(AttentionInputs(**numbers, **tensors, is_padded=is_padded))
+    assert seen == [True, False]
 
 
 def test_counters_do_not_begin_inside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:

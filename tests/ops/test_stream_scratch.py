@@ -17,6 +17,10 @@ def test_launches_on_two_streams_share_nothing(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(stream_scratch, "_stream", lambda device: state.stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     scratch = StreamScratch(lambda device: torch.zeros(3, device=device))
+    state.stream, state.capturing = 7, True
+    with pytest.raises(RuntimeError, match="a capture on cpu needs scratch memory of launches before it: rehearse"):
+        scratch.of(device)
+    state.stream, state.capturing = 0, False
     of_steps = scratch.of(device)
     state.stream, state.capturing = 7, True
     assert scratch.of(device) is of_steps, "what a capture makes has no zeros before the graph runs"

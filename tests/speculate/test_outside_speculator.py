@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -247,6 +248,25 @@ def test_what_is_wrong_of_it_once_it_is_loaded_is_refused_by_name(
     with pytest.raises(ConfigError) as caught:
         LLM(dtype="float32", max_model_len=512, speculative_config=own).close()
     assert str(caught.value).startswith(f"speculative_config='{__name__}:Wrongly': {said}")
+
+
+def test_a_row_may_be_shorter_than_its_drafter_looks_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was refused by a number that lies in Octavo's own class: `set it in the class`."""
+    own = {"method": "mtp", "model": "octavo-tiny-mtp", "num_speculative_tokens": 5}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    tokens = []
+    for drafts in (own, None):
+        with LLM(dtype="float32", max_model_len=4, speculative_config=drafts) as llm:
+            (answer,) = llm.generate([{"prompt_token_ids": [5]}], params, use_tqdm=False)
+            tokens.append(answer.outputs[0].token_ids)
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 3
+    monkeypatch.setattr(Wrongly, "field", "num_lookahead")
+    outside = {"method": f"{__name__}:Wrongly", "num_speculative_tokens": 3}
+    for count in (17, 18):
+        monkeypatch.setattr(Wrongly, "value", count)
+        with pytest.raises(ConfigError) if count > 17 else contextlib.nullcontext() as refused:
+            LLM(dtype="float32", max_model_len=4, speculative_config=outside).close()
+    assert refused and "its num_lookahead is 18, and must be at most 17, for the most drafts" in str(refused.value)
 
 
 def test_as_many_tokens_ahead_as_have_blocks_are_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ class AttentionInputs:
     max_long: int | None = None  # host upper bound of rows with several queries, which come last; None: all rows
     is_padded: bool = False  # rows may have fewer queries than `num_tokens` says, of which the last ones are nobody's
     apart: bool = False  # no row reads what another one stores in the same step, though rows may have several queries
-    call_checked: bool = False  # whether a layer's tensors were found to fit
+    call_checked: bool = False  # whether a layer's tensors were found to fit in this pass
 
     @property
     def live(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -227,19 +227,17 @@ class AttentionInputs:
     def check_call(self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
         """Raises ValueError where a layer's tensors do not belong to these inputs.
 
-        The first layer stands for all, but for the outputs: a layer that attends by another pass's inputs would write
-        outside them.
+        The first layer of each pass stands for all, see ForwardContext.begin.
         """
-        if out.shape[0] < self.num_tokens or not self.call_checked:
-            self._check_call(q, kv, out)
-
-    def _check_call(self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
+        if self.call_checked:
+            return
         if kv.shape[2] != self.block_size:
             raise ValueError(f"a cache view of {kv.shape[2]}-token blocks, inputs for {self.block_size}-token blocks")
-        if len(q) < self.num_tokens or len(out) < self.num_tokens:
+        num_queries, num_outputs = q.shape[0], out.shape[0]  # len() takes twice the time
+        if num_queries < self.num_tokens or num_outputs < self.num_tokens:
             raise ValueError(
-                f"{len(q)} queries and {len(out)} outputs are fewer than num_tokens={self.num_tokens} of the inputs "
-                "that attention was prepared with last: prepare it for the pass that runs"
+                f"{num_queries} queries and {num_outputs} outputs are fewer than num_tokens={self.num_tokens} of the "
+                "inputs that attention was prepared with last: prepare it for the pass that runs"
             )
         self.call_checked = True
 
@@ -409,14 +407,18 @@ class ForwardContext:
     gates: Gates = NO_GATES  # of blocks that come while a graph of this step runs
     prepared: Sequence[AttentionInputs] = ()  # of the tables, with which this pass was prepared; empty: nobody looks
 
-    def check_is_last(self) -> None:
-        """Raises ValueError where another pass was prepared since: layers would find its inputs and its plans."""
+    def begin(self) -> None:
+        """A pass begins, whose first layer's tensors are looked at.
+
+        Raises ValueError where another pass was prepared since: layers would find its inputs and its plans.
+        """
         for table, inputs in zip(self.tables, self.prepared, strict=False):
             if table.inputs is not inputs:
                 raise ValueError(
                     f"a pass of {inputs.num_tokens} tokens begins behind the preparation of another one of "
                     f"{table.inputs.num_tokens}: prepare each pass when the one before it has run"
                 )
+            inputs.call_checked = False
 
     def narrow_to_logit_tokens(self, layer: int) -> torch.Tensor | None:
         """Ahead of the last layer, number `layer`: prepare its backend for the tokens that are asked for alone.
@@ -446,7 +448,7 @@ def forward_context(context: ForwardContext) -> Iterator[None]:
     Raises ValueError unless it is the one that was prepared last.
     """
     assert _CURRENT.context is None, "a forward pass inside a forward pass"
-    context.check_is_last()
+    context.begin()
     _CURRENT.context = context
     try:
         yield

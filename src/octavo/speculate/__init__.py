@@ -164,10 +164,12 @@ def check_num_drafts(speculator: Speculator, config: SpeculativeConfig) -> None:
 def check_ahead(speculator: Speculator, config: SpeculativeConfig, max_model_len: int, chunk: int) -> None:
     """Once it is loaded: raises ConfigError for numbers of tokens ahead that are none, by which rows lack blocks.
 
-    And for more than rows can have blocks for. chunk: tokens of the shortest in which states advance, whose inputs are
-    kept for one chunk ahead; 0: the model has no states.
+    And for more than rows can have blocks for, where that is more than the most drafts and a token need. chunk: tokens
+    of the shortest in which states advance, whose inputs are kept for one chunk ahead; 0: the model has no states.
     """
     longest = (max_model_len, f"max_model_len={max_model_len}, the longest row")
+    if max_model_len <= MAX_DRAFTS:
+        longest = (MAX_DRAFTS + 1, f"{MAX_DRAFTS + 1}, for the most drafts and a token")
     why = f"{chunk}: the model has states that advance every {chunk} tokens, and so many have blocks ahead of a step"
     limits = {"num_lookahead": (chunk, why) if 0 < chunk < max_model_len else longest, "num_next_tokens": longest}
     for name, (most, why) in limits.items():

@@ -80,12 +80,11 @@ class Drafter:
         want of memory. Another time there may be room, and what else breaks a capture is no fault of theirs. Graphs
         that were captured before store as they did, and what is stored behind them again is the same.
         """
-        did, broke, self._broke = self.is_within(key), self._broke, False
-        if not did:
+        if not self.is_within(key):
             return False
-        which = "graphs of plain steps are" if broke else f"the graph of plain steps of {key.num_rows} rows is"
+        which = "graphs of plain steps are" if self._broke else f"the graph of plain steps of {key.num_rows} rows is"
         _LOG.warning("%s captured without the drafter's stores: %s", which, describe(error))
-        if broke:
+        if self._broke:
             self._stores_within = False
         else:
             self._without.add(key)

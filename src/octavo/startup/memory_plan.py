@@ -359,6 +359,6 @@ def _too_small(
         change = "free some memory"
         if fits >= _SHORTEST:
             change = f"set --max-model-len to at most {fits}, or auto"
-    if step and least == usual:
+    if step:
         change += f", or --max-num-batched-tokens to at most {step}"
     return ConfigError(field, getattr(resolved, field), limit, change)

@@ -25,15 +25,22 @@ class StreamScratch(Generic[_Made]):
     def of(self, device: torch.device) -> _Made:
         """That of the current stream. A capture on a stream that has none takes the first: graphs run among steps.
 
-        What a capture makes has no zeros before the graph runs, so none is made there: not the first call of a device.
+        What a capture makes has no zeros before the graph runs, so none is made there. Raises RuntimeError for a
+        capture where nothing was made on the device before.
         """
         stream = _stream(device)
         found = self._made.get((device, stream))
         if found is None and stream and torch.cuda.is_current_stream_capturing():
-            return next(made for (own, _), made in self._made.items() if own == device)
+            return self._first_of(device)
         if found is None:
             found = self._made[device, stream] = self._make(device)
         return found
+
+    def _first_of(self, device: torch.device) -> _Made:
+        for (own, _), made in [*self._made.items()]:  # of now: other engines' threads make theirs meanwhile
+            if own == device:
+                return made
+        raise RuntimeError(f"a capture on {device} needs scratch memory of launches before it: rehearse what it holds")
 
 
 def _stream(device: torch.device) -> int:
