@@ -107,6 +107,8 @@ def test_workloads_of_a_group_of_one_name_no_least(capsys: pytest.CaptureFixture
             ["--workload", "none", "--num-drafts", "2"],
             "--num-drafts 2: nothing drafts; add --oracle P or --drafts JSON",
         ),
+        (["--workload", "single", "--oracle", "0.8", "--num-drafts", "40"], "--num-drafts 40: a number from 1 to 16"),
+        (["--workload", "single", "--drafts", '{"method": "ngram"}', "--num-drafts", "0"], "--num-drafts 0: a number"),
         (["--workload", "none", "--fixed-depth"], "--fixed-depth: nothing drafts; add --oracle P or --drafts JSON"),
         (["--model", "octavo-tiny"], "--model octavo-tiny: it is compared with --drafts or --oracle"),
         (["--model", "octavo-tiny", "--shape", "tiny", "--oracle", "1"], "--shape tiny names another one"),

@@ -7,6 +7,7 @@ drafter's cache: after chunks, prefix hits, preemption, rejected drafts of other
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -402,6 +403,14 @@ def test_S_8_what_does_not_suit_is_refused_by_name(name: str, tmp_path: Path) ->
     given, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         make(given(tmp_path))
+
+
+@pytest.mark.parametrize("word", ["fp8", "fp8_e4m3", "fp8_e4m3fn", "int8"])
+def test_a_cache_without_scales_for_a_drafter_is_refused_by_the_word_that_was_given(word: str) -> None:
+    drafts = {"method": "eagle3", "model": "octavo-tiny-eagle3"}
+    with pytest.raises(ValueError, match=r"^kv_cache_dtype=.*no scales") as raised:
+        LLM(device="cpu", kv_cache_dtype=word, speculative_config={**drafts, "num_speculative_tokens": K})
+    assert re.search(rf"\b{word}\b", str(raised.value)), raised.value
 
 
 def test_S_1_a_checkpoint_says_its_method_where_nobody_does(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import inspect
 import json
 import pkgutil
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from octavo.checkpoint.config_reader.checkpoint import read_arch
 from octavo.checkpoint.config_reader.drafters import read_block, read_head
 from octavo.checkpoint.drafters import build_drafters, read_drafter
 from octavo.checkpoint.loader import fill_model
+from octavo.layers.embedding import embed_with_states
 from octavo.models import ARCHITECTURES
 from octavo.models.drafters import DraftHead
 from octavo.ops.inputs.tensors import DraftRows, RowTensors
@@ -287,6 +289,34 @@ def test_eagle_equals_a_plain_loop(target: Any, tmp_path: Path, brings: bool) ->
     agrees(drafter, tokens, states, expected)
     assert drafter.logits(expected).equal(target.head.forward(expected))
     assert drafter.begin(states) is states
+
+
+@pytest.mark.parametrize("family", ["granite", "granite-biased", "gemma3-16"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_head_reads_the_rows_of_a_scaled_embedding_as_they_are(
+    tiny_case: Callable[[str], Case], tmp_path: Path, family: str, method: str
+) -> None:
+    """As EAGLE's authors and vLLM give a head the table; and the state is the published model's, behind its norm."""
+    case = tiny_case(family)
+    size, vocab = case.model.arch.hidden_size, case.model.arch.vocab_size
+    sizes = {"hidden_size": size, "vocab_size": vocab}
+    assert case.model.embedding.scale != 1.0
+    names = {"eagle": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}
+    config = {**HEAD_CONFIG, **sizes, "architectures": [names[method]]}
+    (head,) = build_drafters(read_head(config, "config.json", method, case.model.arch, []), case.model, torch.float32)
+    tokens, states = torch.randint(vocab, (LENGTH,)), torch.randn(LENGTH, size)
+    table = case.reference.get_input_embeddings().weight.detach()
+    assert head.embedding.forward(tokens).equal(table[tokens])
+    both, own = embed_with_states(head.embedding, tokens, states)
+    assert both.equal(torch.cat([table[tokens], states], dim=-1)) and own.equal(states)
+    with torch.no_grad():
+        expected = case.reference(tokens[None], output_hidden_states=True).hidden_states[-1][0]
+    model = types.SimpleNamespace(
+        layer_specs=case.model.layer_specs, forward=case.model.forward, logits=lambda hidden: hidden
+    )
+    found = Rig(model).step({"row": tokens.tolist()})["row"]
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert method != "eagle" or head.begin(found) is found
 
 
 HYBRID = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}

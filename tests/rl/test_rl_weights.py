@@ -22,6 +22,8 @@ from octavo.rl.session import WeightConflictError, WeightUpdateError
 from rl_rig import TINY
 from weights_rig import Weights, answers, old_weights, other_weights
 
+from model_rig import make_reference  # isort: skip, its folder is known through rl_rig
+
 DISK = {"weight_transfer_config": {"backend": "disk"}}
 
 
@@ -217,3 +219,31 @@ def test_updates_leave_no_memory_behind(llm: LLM, old: Weights) -> None:
                 load(name, weight)
         held.append(psutil.Process().memory_info().rss if turn >= 3 else 0)
     assert held[-1] - held[3] < 8 << 20
+
+
+@pytest.mark.parametrize(
+    ("family", "module"), [("deepseek3", "model.layers.{num_hidden_layers}."), ("qwen3-next", "mtp.")]
+)
+@pytest.mark.parametrize("drafts", [True, False])
+def test_new_weights_of_modules_that_draft_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, module: str, drafts: bool
+) -> None:
+    """None reaches a drafter. Said once an update, and where nothing drafts by modules not at all."""
+    model = make_reference(family)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings: dict[str, Any] = {"max_model_len": 64, "skip_tokenizer_init": True, "load_format": "dummy"}
+    if drafts:
+        settings["speculative_config"] = {"method": "mtp"}
+    norm = torch.ones(config["hidden_size"])
+    with LLM(str(tmp_path), **settings) as llm:
+        for names in (["enorm", "hnorm"], [], ["enorm"]):
+            caplog.clear()
+            with llm.weights(partial=True) as load:
+                load("model.norm.weight", norm)
+                for name in names:
+                    load(f"{module.format_map(config)}{name}.weight", norm)
+            told = [each.getMessage() for each in caplog.records if "method mtp" in each.getMessage()]
+            assert len(told) == (drafts and len(names) > 0)
+            assert all(f"has {len(names)} tensors of modules" in each for each in told)

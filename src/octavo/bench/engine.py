@@ -25,6 +25,7 @@ from octavo.bench import gpu_engine, speculation
 from octavo.bench.shapes import SHAPES, layers_of
 from octavo.cli.flags import Parser
 from octavo.config.quoted import quoted
+from octavo.config.speculative import MAX_DRAFTS
 from octavo.llm import LLM
 from octavo.request.sampling_params import SamplingParams
 from octavo.startup import probe
@@ -206,6 +207,8 @@ def _drafts(parser: Parser, arguments: argparse.Namespace) -> speculation.Drafts
         return None
     if arguments.oracle is not None and not 0 <= arguments.oracle <= 1:
         parser.error(f"--oracle {arguments.oracle}: a probability is from 0 to 1")
+    if arguments.num_drafts is not None and not 1 <= arguments.num_drafts <= MAX_DRAFTS:
+        parser.error(f"--num-drafts {arguments.num_drafts}: a number from 1 to {MAX_DRAFTS} is needed")
     config = dict(arguments.drafts or {})
     said = config.get("num_speculative_tokens")
     count = next((number for number in (arguments.num_drafts, said) if number is not None), _NUM_DRAFTS)

@@ -124,6 +124,36 @@ class TiedEmbedding(Layer):
         return embed_rows(input_ids, self.head.packed, self._dtype, self.scale)
 
 
+class UnscaledEmbedding(Layer):
+    """Token ids -> rows of another embedding's table as they are, whatever its scale. Has no parameters."""
+
+    of: Embedding | TiedEmbedding
+    scale = 1.0
+
+    def __init__(self, of: Embedding | TiedEmbedding, dtype: torch.dtype) -> None:
+        """`of`: whose table is read, its values of now; `dtype`: of the result."""
+        super().__init__()
+        self.__dict__["of"] = of  # a reference, not a child: its parameters are listed once
+        self._dtype = dtype
+
+    @property
+    def table(self) -> torch.Tensor | LinearWeight:
+        """What rows are gathered from."""
+        return self.of.table
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids [tokens] int64 -> [tokens, size]."""
+        table = self.table
+        if isinstance(table, torch.Tensor):
+            return gather_rows(input_ids, table, self._dtype)
+        return embed_rows(input_ids, table, self._dtype)
+
+
+def unscaled(embedding: Embedding | TiedEmbedding, dtype: torch.dtype) -> Layer:
+    """The embedding that gives the rows of `embedding`'s table as they are: itself, where it has no scale."""
+    return embedding if embedding.scale == 1.0 else UnscaledEmbedding(embedding, dtype)
+
+
 def embed_with_states(
     embedding: Layer,
     ids: torch.Tensor,
@@ -181,6 +211,6 @@ def project_with_states(
     return linear_of_few(both, into.packed, into.bias), own
 
 
-def _is_plain(embedding: Layer) -> TypeGuard[Embedding | TiedEmbedding]:
+def _is_plain(embedding: Layer) -> TypeGuard[Embedding | TiedEmbedding | UnscaledEmbedding]:
     """Whether operators compute what its forward does: they are given its table alone."""
-    return "forward" not in embedding.__dict__ and type(embedding) in (Embedding, TiedEmbedding)
+    return "forward" not in embedding.__dict__ and type(embedding) in (Embedding, TiedEmbedding, UnscaledEmbedding)

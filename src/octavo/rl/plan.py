@@ -104,6 +104,8 @@ class WeightPlan:
         """`dtype`: as `build_model`'s."""
         blank = build_model(model.arch, dtype)
         self._prefixes, self._ignored = dict(blank.other_prefixes), tuple(blank.ignored_weights)
+        of_modules = {"mtp.*", f"model.layers.{model.arch.num_layers}.*"}
+        self._of_modules = tuple(pattern for pattern in self._ignored if pattern in of_modules)
         self._own_names: dict[str, str] = {}  # of names that were asked for, and are known
         parameters = dict(cast(nn.Module, blank).named_parameters())
         self.targets: dict[str, Target] = dict(weight_targets(cast(nn.Module, blank)))
@@ -166,6 +168,11 @@ class WeightPlan:
         """Whether a checkpoint may hold `name`, and nothing reads it."""
         own = self._renamed(name)
         return self.expected(name) is None and any(fnmatch.fnmatchcase(own, pattern) for pattern in self._ignored)
+
+    def is_of_module(self, name: str) -> bool:
+        """Whether `name` is ignored as one of a module of multi-token prediction, which a drafter may have."""
+        own = self._renamed(name)
+        return self.is_ignored(name) and any(fnmatch.fnmatchcase(own, pattern) for pattern in self._of_modules)
 
     def _renamed(self, name: str) -> str:
         prefix = next((prefix for prefix in self._prefixes if name.startswith(prefix)), "")

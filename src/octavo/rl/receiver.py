@@ -7,6 +7,7 @@ overwrites, no weight of the model has changed.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from octavo.rl.plan import Incoming, Staged, WeightPlan
 from octavo.rl.session import WeightCutError, WeightUpdateError
 from octavo.rl.transport import Transport, make_transport
 
+_LOG = logging.getLogger(__name__)
 _NO_BACKEND = "disk"  # for engines that were told of none
 _UNMET = {"local_key": "local", "path": "disk"}  # what a message has -> the backend that it says enough for
 
@@ -52,6 +54,7 @@ class WeightReceiver:
         self._transport: Transport | None = None
         self._backend = ""  # of the transport, once there is one
         self._session: Staged | None = None
+        self._left_out = 0  # the session's tensors of modules that draft, and that no update reaches
         self._identity = ""  # of the weights that are there; empty: those of the start
         self._is_watched = False  # the trainer's connection was there when the session began, and is the session's
         self._waits_as = 0  # the number of the wait, for `cut`; 0: it is none
@@ -87,7 +90,7 @@ class WeightReceiver:
 
     def start(self, partial: bool) -> None:
         """Begin a session."""
-        self._session = Staged(self._plan, partial=partial)
+        self._session, self._left_out = Staged(self._plan, partial=partial), 0
         self._is_watched = self._transport is not None and not self._transport.peer_is_gone
 
     def cut(self, until: tuple[int, str]) -> None:
@@ -156,6 +159,8 @@ class WeightReceiver:
         incoming = transport.receive(info, read, put)
         if isinstance(session, InPlace):
             self._wait_for_device()
+        if self._resolved.speculative.method == "mtp":
+            self._left_out += sum(self._plan.is_of_module(each.name) for each in incoming)
         num_bytes = sum(each.num_bytes for each in incoming)
         overwrites = isinstance(session, InPlace) and session.has_overwritten
         return Received(len(incoming), num_bytes, time.perf_counter() - began, overwrites, backend)
@@ -185,6 +190,12 @@ class WeightReceiver:
         rescaled = self._rescale()
         self._wait_for_device()  # steps run on a stream of their own
         self._identity = identity
+        if self._left_out:
+            _LOG.warning(
+                "the update has %d tensors of modules of multi-token prediction, which are not taken: the drafter of "
+                "method mtp keeps its weights, and its drafts may be accepted less often; no output depends on it",
+                self._left_out,
+            )
         return rescaled
 
     def abort(self) -> bool:

@@ -19,7 +19,7 @@ from octavo.cache.specs import AttentionSpec, LayerSpec, StateSpec, attention_sp
 from octavo.checkpoint.arch import Arch
 from octavo.checkpoint.digest import unseen
 from octavo.checkpoint.loader import build_model, fill_model, weight_bytes
-from octavo.config.engine_config import EngineConfig, Resolved
+from octavo.config.engine_config import SETTINGS, EngineConfig, Resolved
 from octavo.config.settings import ConfigError
 from octavo.layers.attention import Attention
 from octavo.layers.base import Layer
@@ -116,9 +116,11 @@ def check_drafts(speculator: Speculator, model: Model, resolved: Resolved) -> No
     check_ahead(speculator, resolved.speculative, resolved.max_model_len, chunk)
     num_drafts = speculator.num_drafts
     if speculator.layer_specs and resolved.kv_cache_dtype != resolved.dtype:
-        raise ConfigError(
-            "kv_cache_dtype", resolved.kv_cache_dtype, "a drafter's layers have no scales", "set auto, or no drafter"
-        )
+        given = resolved.kv_cache_dtype
+        others = [name for name, own in SETTINGS["kv_cache_dtype"].aliases.items() if own == given]
+        also = f" ({', '.join(others)} mean the same)" if others else ""  # what was given is read, and its word gone
+        limit = f"a drafter's layers have no scales{also}"
+        raise ConfigError("kv_cache_dtype", given, limit, "set auto, or no drafter")
     if num_drafts and (resolved.looks_ahead or not all(spec.causal for spec in attention_specs(model.layer_specs))):
         raise ValueError(
             f"num_drafts={num_drafts} needs attention in which no query sees a later token: take a causal model, and "

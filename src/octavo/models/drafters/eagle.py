@@ -2,7 +2,9 @@
 
 Owns the whole head and its weight map, which is that of published heads. Token and state go through one product;
 neither is normed, nor is what comes out: it stands where the target's normed state does. Source: arXiv 2401.15077,
-2406.16858. Invariant: float32 logits within 1e-4 of the formula's.
+2406.16858. Where a target multiplies its embedding (Gemma, Granite), a head that brings none takes the table's rows as
+they are: the EAGLE repository and vLLM give a head the target's table, and the product with the scale is the target's.
+Invariant: float32 logits within 1e-4 of the formula's.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from octavo.cache.specs import LayerSpec
 from octavo.checkpoint.arch import DraftArch
 from octavo.layers.attention import Attention, plain_specs, rotary_tables
 from octavo.layers.base import Layer
-from octavo.layers.embedding import Embedding, OutputHead, embed_with_states
+from octavo.layers.embedding import Embedding, OutputHead, embed_with_states, unscaled
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import Mlp
 from octavo.layers.norm import RMSNorm
@@ -58,7 +60,7 @@ class EagleHead(Layer):
     taps: Sequence[int] = ()
 
     def __init__(self, draft: DraftArch, target: CausalLM, dtype: torch.dtype) -> None:
-        """On the meta device. target: whose head serves, and whose embedding unless the checkpoint brings one."""
+        """On the meta device. target: whose head serves, and whose table of embeddings unless there is one."""
         super().__init__()
         arch = self.arch = draft.arch
         (spec,), (rotary,) = plain_specs(arch), rotary_tables(arch).values()
@@ -73,13 +75,13 @@ class EagleHead(Layer):
         if draft.has_embedding:
             self.embedding = Embedding(arch.vocab_size, size, dtype)
         else:
-            self.__dict__["embedding"] = target.embedding
+            self.__dict__["embedding"] = unscaled(target.embedding, dtype)
         self.weight_map = WEIGHT_MAP
 
     head: OutputHead
 
     def begin(self, given: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states as they are."""
+        """The target's hidden states as they are: behind its last norm, so in no unit of its stream."""
         return given
 
     def _enter(

@@ -1,7 +1,8 @@
 """EAGLE-3: a head of one Llama layer over three places of the target's stream, with a vocabulary of its own.
 
 Owns the whole head and its weight map, which is that of published heads (SafeAILab's, and vLLM's reading of them). The
-layer takes the token and the state side by side; its residual stream is the state. Source: arXiv 2503.01840.
+layer takes the token and the state side by side; its residual stream is the state. Without an embedding of its own it
+takes the rows of the target's table, without the target's scale, as EAGLE-1 does. Source: arXiv 2503.01840.
 Invariant: float32 logits within 1e-4 of the formula's.
 """
 
@@ -17,7 +18,7 @@ from octavo.cache.specs import LayerSpec
 from octavo.checkpoint.arch import DraftArch
 from octavo.layers.attention import Attention, plain_specs, rotary_tables
 from octavo.layers.base import Layer
-from octavo.layers.embedding import Embedding, OutputHead, embed_with_states, project_with_states
+from octavo.layers.embedding import Embedding, OutputHead, embed_with_states, project_with_states, unscaled
 from octavo.layers.linear import Linear
 from octavo.layers.mlp import Mlp
 from octavo.layers.norm import RMSNorm
@@ -114,7 +115,7 @@ class Eagle3Head(Layer):
         if draft.has_embedding:
             self.embedding = Embedding(arch.vocab_size, size, dtype)
         else:
-            self.__dict__["embedding"] = target.embedding  # a reference, not a child
+            self.__dict__["embedding"] = unscaled(target.embedding, dtype)  # a reference, not a child
         self.weight_map = WEIGHT_MAP
 
     def begin(self, given: torch.Tensor) -> torch.Tensor:
