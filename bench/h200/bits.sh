@@ -6,7 +6,7 @@
 #   trainer: a trainer's forward beside the engine's log-probabilities, 20,000 tokens of 0.6b and of 8b among them
 #   AXES: octavo bench reproducibility in bfloat16, all axes, of the bundled models and of 0.6b; of the hybrid in two parts, of 8b in three
 # Named parts, or all: recorded families trainer tiny hybrid_a hybrid_b 0.6b 8b_a 8b_b 8b_c. Table last.
-# By name alone: fuzz, random engines beside plain ones (tests/gpu/fuzz_engines.py), four processes by models, from seeds FIRST (0) on.
+# By name alone: narrow, all axes over caches of 8 bits, by paged and by flex; fuzz, random engines beside plain ones (tests/gpu/fuzz_engines.py), four processes by models, from seeds FIRST (0) on.
 # By name alone, as many a call as there are GPUs, LIMIT=195: all axes of the shapes mamba2 and gdn, SHAPE_PART. Parts: beside (20,000 tokens: other
 # requests), hits (4,096: the cache, and A, B, A 1,000 times), drafts (4,096: drafts, preemption, host memory, everything),
 # blocks (4,096: sizes of blocks, no graphs), chunks (20,000: steps of 7, 64, 100 and 512 tokens).
@@ -15,6 +15,7 @@ PY=${PY:-python3}; OUT=${OUT:-/tmp}; LIMIT=${LIMIT:-560}
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 HF_HUB_DISABLE_PROGRESS_BARS=1
 WANTED=" ${*:-recorded families trainer tiny hybrid_a hybrid_b 0.6b 8b_a 8b_b 8b_c} "
 WANTED=${WANTED/ fuzz / fuzz_a fuzz_b fuzz_c fuzz_d }
+WANTED=${WANTED/ narrow / narrow_fp8 narrow_int8 narrow_hybrid narrow_flex }
 GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); [ "${GPUS:-0}" -gt 0 ] || GPUS=1
 T="$PY -m pytest -q -p no:cacheprovider -o addopts= -m gpu -rfE"
 B="$PY -m octavo bench reproducibility --device cuda --dtype bfloat16"
@@ -40,6 +41,10 @@ part 8b_c 1 $B --shape 8b $M 16G "${D[@]}"
 part 0.6b 0 $B --shape 0.6b $M 12G
 part recorded 1 $T -n 0 tests/gpu/test_recorded_bits_gpu.py
 part tiny 0 $B $M 4G
+part narrow_fp8 0 $B $M 4G --kv-cache-dtype fp8
+part narrow_int8 1 $B $M 4G --kv-cache-dtype int8
+part narrow_hybrid 0 $B --model octavo-tiny-hybrid $M 8G --kv-cache-dtype fp8 "${E[@]}"
+part narrow_flex 1 $B $M 4G --kv-cache-dtype fp8 --attention-backend flex "${A[@]}"
 part hybrid_a 1 $B --model octavo-tiny-hybrid $M 8G "${E[@]}"
 part hybrid_b 1 $B --model octavo-tiny-hybrid $M 8G "${F[@]}"
 part families 0 $T -n 8 --dist loadgroup tests/gpu/test_families_gpu.py

@@ -28,6 +28,16 @@ def test_K4_1_and_K4_G3_defaults_are_legal_for_every_cache_block(block: int, gro
         assert group <= sizes.decode_lines <= sizes.prefill_lines
 
 
+@pytest.mark.parametrize("head_size", [64, 128, 256, 512])
+def test_a_cache_of_8_bits_has_one_kind_of_matrix_instruction_in_all_tiles(head_size: int) -> None:
+    """That of a warp would take channels in fours, as they were loaded, and that of four warps takes them in twos."""
+    sizes = resolve_flex_sizes({}, kernel_block=64, group=4, head_size=head_size, narrow=True)
+    assert sizes.decode_lines >= 64 or sizes.decode_lines == sizes.prefill_lines
+    assert sizes.prefill_lines == resolve_flex_sizes({}, kernel_block=64, group=4, head_size=head_size).prefill_lines
+    pinned = resolve_flex_sizes({M: 32}, kernel_block=64, group=4, head_size=head_size, narrow=True)
+    assert pinned.decode_lines == pinned.prefill_lines == 32
+
+
 def test_K4_5_what_a_user_sets_is_used() -> None:
     sizes = resolve_flex_sizes({M: 32, N: 16, Q: 64, KV: 32}, kernel_block=32, group=4)
     assert (sizes.prefill_lines, sizes.decode_lines, sizes.block_n, sizes.q_block, sizes.kv_block) == (

@@ -5,6 +5,7 @@ The kernels are compiled for such a GPU, with none there. What they compute is f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ DESKTOP, A100, HOPPER = 101_376, 166_912, 232_448  # bytes of shared memory that
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A GPU with `shared` bytes for a program; `found`: what has been compiled instead of launched."""
-    state = SimpleNamespace(shared=DESKTOP, found=[])
+    state = SimpleNamespace(shared=DESKTOP, arch=0, found=[])
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
@@ -39,8 +40,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         return state.found[-1]
 
     no_device = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 89 if state.shared == DESKTOP else 80, 32),
-        get_current_device=lambda: f"a GPU of {state.shared} that is not there",
+        get_current_target=lambda: GPUTarget("cuda", state.arch or (89 if state.shared == DESKTOP else 80), 32),
+        get_current_device=lambda: f"a GPU {state.arch} of {state.shared} that is not there",
         get_current_stream=lambda device: 0,
     )
     monkeypatch.setattr(driver, "_active", no_device)
@@ -121,3 +122,19 @@ def test_rotation_in_one_kernel_needs_its_room(
     monkeypatch.setattr(launch, "_has_pdl", lambda device: True)
     kv = torch.zeros(2, 2, 64, 256, dtype=BF16)
     assert rope_decode_kernel.serves(paged_plan.Heads(4, 2, 128), MaskSpec(scale=1.0), kv) is takes
+
+
+@pytest.mark.parametrize("heads", [(4, 2, 64), (8, 8, 128), (16, 2, 128), (8, 1, 256)])
+@pytest.mark.parametrize("stored", [FP8, torch.int8])
+def test_tiles_over_numbers_of_8_bits_take_channels_in_one_order(
+    gpu: SimpleNamespace, heads: tuple[int, int, int], stored: torch.dtype
+) -> None:
+    """On Hopper a warp's instruction takes them in fours, as they are loaded, and that of four warps in twos.
+
+    A row of one query, of a few and of many must have the same bits, so each kernel's products are of the latter.
+    """
+    gpu.shared, gpu.arch = HOPPER, 90
+    for batch in (ONE, (32, 1, 1000), (4, 2, 1000), (4, 5, 1000), (4, 16, 1000), LONG):
+        attend(paged_plan.Heads(*heads), BF16, stored, *batch)
+    orders = {order for kernel in gpu.found for order in re.findall(r"kWidth = (\d)", kernel.asm["ttgir"])}
+    assert orders <= {"2"} and any("wgmma" in kernel.asm["ptx"] for kernel in gpu.found)

@@ -100,6 +100,7 @@ class FlexBackend:
             head_size=spec.head_size,
             float32=self._dtype == torch.float32,
             one_tile=self._device.type != "cuda",
+            narrow=self._device.type == "cuda" and self._setup.cache_dtype in self.capability.cache_dtypes,
             reproducible=self._setup.reproducible,
         )
 

@@ -45,6 +45,7 @@ def resolve_flex_sizes(
     head_size: int = 128,
     float32: bool = False,
     one_tile: bool = False,
+    narrow: bool = False,
     reproducible: bool = True,
 ) -> FlexSizes:
     """The sizes for kernel blocks of `kernel_block` tokens and `group` heads per KV head. Raises ConfigError.
@@ -54,6 +55,9 @@ def resolve_flex_sizes(
     one_tile: prefill takes decode's tile, as float32 and wide heads do, whose sums have another order in others. With
     a tile that the user sets, keys are walked in one pass, so that FlexAttention over plain K and V, without a cache
     and with the same sizes, gives the same bits.
+
+    narrow: the cache has 8 bits a number. The instruction of a warp would then take channels in fours, as they were
+    loaded, and that of four warps in twos, so decode has a tile of the latter too.
     """
     m, n = _size(options, "flex_attn_block_m"), _size(options, "flex_attn_block_n")
     q_block, kv_block = _size(options, "flex_attn_q_block_size"), _size(options, "flex_attn_kv_block_size")
@@ -61,11 +65,11 @@ def resolve_flex_sizes(
     block_n = n or min(kv_block or MASK_BLOCK, 32 if float32 or head_size > 128 else 64)
     kv_block = kv_block or n or MASK_BLOCK
     assert kv_block % block_n == 0, "a tile divides the kernel block, which a mask block that is set is"
-    smallest = max(SMALLEST, 1 << (group - 1).bit_length())
     if m is not None and m < group:
         raise ConfigError("flex_attn_block_m", m, f"must hold the {group} heads of a KV head", "raise it")
     pinned = bool(m or n or q_block)
     one_tile |= pinned or float32 or head_size > 256
+    smallest = max(_WARP_GROUP_LINES if narrow and not one_tile else SMALLEST, 1 << (group - 1).bit_length())
     decode = m or smallest
     prefill = decode if one_tile else max(smallest, _PREFILL_LINES if head_size <= 128 else _WARP_GROUP_LINES)
     if q_block is not None and m is not None and q_block % m:

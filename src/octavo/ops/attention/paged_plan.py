@@ -217,12 +217,17 @@ def power_of_two(number: int) -> int:
 def rows_tile(
     heads: Heads, num_rows: int, max_query_len: int, dtype: torch.dtype, cache_dtype: torch.dtype, *, lean: bool = False
 ) -> Tile:
-    """The tile for rows of few queries: of all if they are at most MAX_SHORT_QUERIES, else of those it holds."""
+    """The tile for rows of few queries: of all if they are at most MAX_SHORT_QUERIES, else of those it holds.
+
+    Of a cache of 8 bits none has 8 lines: Triton would give them the matrix instruction of a warp with channels in
+    fours, as they were loaded, whose sums are not those of the other tiles, which take them in twos.
+    """
     queries = max_query_len if max_query_len <= MAX_SHORT_QUERIES else 1
-    lines = max(8, power_of_two(heads.group), min(32 if lean else 64, power_of_two(queries * heads.group)))
+    least = 16 if cache_dtype.itemsize == 1 else 8
+    lines = max(least, power_of_two(heads.group), min(32 if lean else 64, power_of_two(queries * heads.group)))
     if dtype == torch.float32 or heads.padded > 128:
         return Tile(lines, 4, 1 if lean and heads.padded > 128 else 2)
-    is_wide = cache_dtype != dtype or _WIDE_ROWS[0] <= num_rows <= _WIDE_ROWS[1]
+    is_wide = _WIDE_ROWS[0] <= num_rows <= _WIDE_ROWS[1]
     if lines > 8:
         return Tile(lines, 4, _ROW_STAGES)
     return Tile(lines, 4, *((_WIDE_ROW_STAGES, _WIDE_ROW_REGISTERS) if is_wide else (_ROW_STAGES, _ROW_REGISTERS)))
