@@ -24,6 +24,7 @@ from typing import Any
 from octavo.bench import gpu_engine, speculation
 from octavo.bench.shapes import SHAPES, layers_of
 from octavo.cli.flags import Parser
+from octavo.config.engine_config import SETTINGS
 from octavo.config.quoted import quoted
 from octavo.config.speculative import MAX_DRAFTS
 from octavo.llm import LLM
@@ -31,6 +32,7 @@ from octavo.request.sampling_params import SamplingParams
 from octavo.startup import probe
 
 _NUM_DRAFTS = 4
+_CACHE_DTYPE = SETTINGS["kv_cache_dtype"]
 
 
 @contextlib.contextmanager
@@ -273,6 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quantization", choices=["int8"])
     parser.add_argument("--numerics", choices=["reproducible", "fast"], default="reproducible")
     parser.add_argument("--attention-backend", help="as the engine's setting of this name; without it, its own choice")
+    parser.add_argument("--kv-cache-dtype", choices=[*_CACHE_DTYPE.choices, *_CACHE_DTYPE.aliases])
     parser.add_argument("--state-dtype", choices=["float32", "bfloat16"], help="as the engine's setting of this name")
     parser.add_argument("--async-scheduling", action="store_true")
     parser.add_argument("--profile", action="store_true", help="on a GPU: where a decode step's time goes")
@@ -290,8 +293,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     if arguments.attention_backend:
         fields["attention_config"] = {"backend": arguments.attention_backend}
-    given = {"state_dtype": arguments.state_dtype, "async_scheduling": arguments.async_scheduling}
-    fields |= {name: value for name, value in given.items() if value}
+    given = ("kv_cache_dtype", "state_dtype", "async_scheduling")
+    fields |= {name: getattr(arguments, name) for name in given if getattr(arguments, name)}
     drafts = _drafts(parser, arguments)
     names = _names(parser, arguments.workload, fields["device"], with_drafts=drafts is not None)
     if arguments.rows and names != [gpu_engine.SWEEP]:

@@ -102,8 +102,8 @@ def _generate(llm: LLM, work: Workload) -> float:
     return time.perf_counter() - started
 
 
-def _least_seconds(facts: dict[str, Any], work: Workload, copy: float, product: float) -> float:
-    """The time that bytes and operations alone take.
+def _least_seconds(facts: dict[str, Any], work: Workload, copy: float, product: float, kv_bytes: int) -> float:
+    """The time that bytes and operations alone take. kv_bytes: of a number of K or V.
 
     Weights count once per decode step, of experts those that its rows choose at random; K and V once per token that
     sees them, states once per row, products for every prompt token, of a last layer that attends K's and V's alone but
@@ -111,7 +111,7 @@ def _least_seconds(facts: dict[str, Any], work: Workload, copy: float, product: 
     """
     layers, output_head = layers_of(facts), facts["hidden_size"] * facts["vocab_size"]
     active, last = sum(layer.active for layer in layers), layers[-1]
-    kv_token, state_bytes = 2 * sum(layer.kv for layer in layers), sum(layer.state_bytes for layer in layers)
+    kv_token, state_bytes = kv_bytes * sum(layer.kv for layer in layers), sum(layer.state_bytes for layer in layers)
     heads = sum(layer.heads for layer in layers)
     lengths = [len(prompt) for prompt in work.prompts]
     prompt_operations = sum(
@@ -125,6 +125,11 @@ def _least_seconds(facts: dict[str, Any], work: Workload, copy: float, product: 
         moved = 2 * read + kv_token * sum(live) + state_bytes * len(live)
         seconds += max(moved / copy, 2 * (active + output_head) * len(live) / product)
     return seconds
+
+
+def _kv_bytes(llm: LLM) -> int:
+    """Of a number of K or V in the engine's cache."""
+    return 1 if llm.engine.resolved.kv_cache_dtype in ("fp8", "int8") else 2
 
 
 def _start(run: Run) -> list[float]:
@@ -196,7 +201,7 @@ def _timed(run: Run, llm: LLM, name: str, copy: float, product: float) -> dict[s
     seconds = _generate(llm, work)
     spent = llm.engine.times.since(before)
     tokens = sum(map(len, work.prompts)) if work.counts_prompts else sum(work.num_outputs)
-    rate, limit = tokens / seconds, tokens / _least_seconds(run.facts, work, copy, product)
+    rate, limit = tokens / seconds, tokens / _least_seconds(run.facts, work, copy, product, _kv_bytes(llm))
     host = spent.per_step()
     busy = ", ".join(f"{part} {value:.0f}" for part, value in host.items())
     print(
@@ -283,7 +288,8 @@ def _profile_decode(run: Run, llm: LLM, timed: dict[str, Any], copy: float, prod
         f"decode of {timed['rows']} rows: {timed['wall_us']:.0f} us a step; host us: {parts}; {own:.0f} its own, where "
         f"a fixed loop takes {timed['loop_us']:.1f}"
     )
-    work = gpu_profile.least_work(run.facts, gpu_profile.decode_load([n + _PROFILED_STEPS // 2 for n in lengths]))
+    load = gpu_profile.decode_load([n + _PROFILED_STEPS // 2 for n in lengths])
+    work = gpu_profile.least_work(run.facts, load, _kv_bytes(llm))
     return timed | _families(profiler, _PROFILED_STEPS, work, copy, product)
 
 
@@ -297,7 +303,7 @@ def _profile_prefill(run: Run, llm: LLM, copy: float, product: float) -> dict[st
     lengths = [len(prompt) for prompt in prompts.prompts]
     steps = sum(lengths) / 8192
     print(f"prefill: {seconds / steps * 1e6:.0f} us per 8,192 tokens")
-    work = gpu_profile.least_work(run.facts, gpu_profile.prefill_load(lengths))
+    work = gpu_profile.least_work(run.facts, gpu_profile.prefill_load(lengths), _kv_bytes(llm))
     each = {name: (num_bytes / steps, operations / steps) for name, (num_bytes, operations) in work.items()}
     return {"wall_us": seconds / steps * 1e6} | _families(profiler, steps, each, copy, product)
 

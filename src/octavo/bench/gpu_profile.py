@@ -54,10 +54,13 @@ def prefill_load(lengths: Sequence[int]) -> Load:
     return Load(sum(lengths), len(lengths), sum(lengths), sum(n * (n + 1) // 2 for n in lengths))
 
 
-def least_work(facts: dict[str, Any], load: Load) -> dict[str, tuple[float, float]]:
-    """Family -> (bytes, operations) of a step over 16-bit weights and cache: each operand once, fused or not."""
+def least_work(facts: dict[str, Any], load: Load, kv_bytes: int = 2) -> dict[str, tuple[float, float]]:
+    """Family -> (bytes, operations) of a step over 16-bit weights: each operand once, fused or not.
+
+    kv_bytes: of a number of K or V in the cache.
+    """
     if facts.get("model_type", "qwen3") != "qwen3":
-        return _work_of_layers(facts, load)
+        return _work_of_layers(facts, load, kv_bytes)
     hidden, ff, layers = facts["hidden_size"], facts["intermediate_size"], facts["num_hidden_layers"]
     q_size = facts["num_attention_heads"] * facts["head_dim"]
     kv_size = 2 * facts["num_key_value_heads"] * facts["head_dim"]
@@ -69,9 +72,10 @@ def least_work(facts: dict[str, Any], load: Load) -> dict[str, tuple[float, floa
         2 * (layers * (every + most + tokens * (hidden + kv_size)) + num_most * (3 * hidden + 2 * q_size + 3 * ff))
         + ends
     )
-    attention = 2 * (layers * kv_size * load.num_read + 2 * q_size * num_most)
+    attention = layers * kv_size * load.num_read * kv_bytes + 2 * 2 * q_size * num_most
     num_pairs = (layers - 1) * load.num_pairs + load.num_read
-    small = 2 * (layers * tokens * (4 * hidden + 2 * kv_size) + num_most * (4 * hidden + 2 * q_size + 3 * ff))
+    small = 2 * (layers * tokens * (4 * hidden + kv_size) + num_most * (4 * hidden + 2 * q_size + 3 * ff))
+    small += layers * tokens * kv_size * kv_bytes
     return {
         "attention": (attention, 4 * q_size * num_pairs),
         "products": (products, 2 * (layers * every * tokens + most * num_most + hidden * vocab * load.num_logits)),
@@ -81,7 +85,7 @@ def least_work(facts: dict[str, Any], load: Load) -> dict[str, tuple[float, floa
     }
 
 
-def _work_of_layers(facts: dict[str, Any], load: Load) -> dict[str, tuple[float, float]]:
+def _work_of_layers(facts: dict[str, Any], load: Load, kv_bytes: int) -> dict[str, tuple[float, float]]:
     """The same of a model whose layers differ; of a network's inner channels nothing is counted.
 
     A row that decodes stands in the middle of its chunk.
@@ -100,7 +104,7 @@ def _work_of_layers(facts: dict[str, Any], load: Load) -> dict[str, tuple[float,
             tokens * sum(each.scan for each in layers),
         ),
         "attention": (
-            2 * (sum(layer.kv for layer in layers) * load.num_read + 2 * heads * tokens),
+            sum(layer.kv for layer in layers) * load.num_read * kv_bytes + 2 * 2 * heads * tokens,
             4 * heads * load.num_pairs,
         ),
         "products": (
