@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from batches import make_batch, make_history
+import paged_rig
+from batches import Batch, make_batch, make_history
 from octavo.ops.attention import rope_decode
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.attention.paged import paged_attention
@@ -24,7 +25,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int16)
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
 
 
 def make(
@@ -98,8 +99,8 @@ def _rotate(projected: torch.Tensor, rotation: Rotation, kv: torch.Tensor, heads
         kv,
         rotation.slot_mapping,
         1.0,
-        None,
-        None,
+        rotation.key_scale,
+        rotation.value_scale,
     )
 
 
@@ -117,12 +118,13 @@ def check(
     dtype: torch.dtype = BF16,
     queries: int = 1,
     device: torch.device = CUDA,
+    stored: torch.dtype | None = None,
     **options: Any,
 ) -> None:
     """Rows of few queries, with what does not belong to them poisoned: the same results and the same cache, twice.
 
-    A length of 0 is a padding row. queries: of the first row, fewer of others. processors: to plan for; options: of the
-    sight.
+    A length of 0 is a padding row. queries: of the first row, fewer of others. processors: to plan for; stored: of a
+    quantized cache, with scales; options: of the sight.
     """
     projected, rotation, kv, rows, newest = make(
         lengths,
@@ -137,19 +139,30 @@ def check(
         queries=queries,
         device=device,
     )
+    if stored:
+        kv = paged_rig.narrowed(Batch(kv, kv, *rows), stored).kv
+        scales = (
+            torch.linspace(0.02, 0.05, kv_heads, device=device),
+            torch.linspace(0.04, 0.01, kv_heads, device=device),
+        )
+        rotation = dataclasses.replace(rotation, key_scale=scales[0], value_scale=scales[1])
+    of_cache = {"key_scale": rotation.key_scale, "value_scale": rotation.value_scale}
     num_live = len(newest[0])
     mask_spec, scratch, of = MaskSpec(scale=size**-0.5, **options), Scratch(device), Heads(heads, kv_heads, size)
-    plan = Planner(of, mask_spec, dtype, device, scratch, processors).plan(
+    plan = Planner(of, mask_spec, dtype, device, scratch, processors, cache_dtype=kv.dtype).plan(
         rows[0], rows[1], num_tokens=len(projected), max_query_len=queries, max_seq_len=max(lengths)
     )
     expected_kv = kv.clone()
     q = _rotate(projected, rotation, expected_kv, of)
     expected = torch.full_like(q, 7.0)
-    paged_attention(q, expected_kv, *rows, expected, mask_spec=mask_spec, plan=plan, scratch=scratch)
+    paged_attention(q, expected_kv, *rows, expected, mask_spec=mask_spec, plan=plan, scratch=scratch, **of_cache)
     _finish(device)
     assert not expected[:num_live].isnan().any() and rope_decode.serves(of, mask_spec, plan, kv, rotation)
     for _ in range(2):
-        kv[newest] = float("nan")  # until it is stored
+        if stored:
+            kv.view(torch.uint8)[newest] = 0x7F  # NaN, or the largest integer
+        else:
+            kv[newest] = float("nan")  # until it is stored
         out = torch.full_like(q, 7.0)
         _finish(device)  # what it reads early is there
         rope_decode.fused_rope_decode(

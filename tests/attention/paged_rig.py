@@ -54,7 +54,7 @@ def attend(
     tensors = {name: options.pop(name, None) for name in ("key_scale", "value_scale", "sinks", "slopes")}
     mask_spec = MaskSpec(scale=q.shape[2] ** -0.5, **options)
     heads = Heads(q.shape[1], kv.shape[1], q.shape[2])
-    plan = Planner(heads, mask_spec, q.dtype, q.device, scratch, processors).plan(
+    plan = Planner(heads, mask_spec, q.dtype, q.device, scratch, processors, cache_dtype=kv.dtype).plan(
         batch.query_start,
         batch.seq_lens,
         num_tokens=graph_queries * len(batch.seq_lens) or len(q),
@@ -76,6 +76,15 @@ def heavy_history(length: int, heads: int, kv_heads: int, size: int, dtype: torc
     factor = torch.exp2(6 * torch.rand(length, kv_heads, 1, generator=torch.Generator().manual_seed(6)) - 4)
     history.kv = (history.kv.float() * factor).to(dtype)
     return history
+
+
+def narrowed(batch: Batch, dtype: torch.dtype) -> Batch:
+    """The batch over a quantized cache, whose slots that no row owns are NaN, or some number where there is none."""
+    if dtype == torch.int8:
+        kv = (batch.kv.float() * 9).clamp(-127, 127).nan_to_num(77.0).round()
+    else:
+        kv = batch.kv.float().clamp(-448, 448)
+    return dataclasses.replace(batch, kv=kv.to(dtype))
 
 
 def attend_by(kernel: str, batch: Batch, processors: int, **options: Any) -> tuple[torch.Tensor, bool]:

@@ -251,6 +251,12 @@ def _decode() -> None:
         with mock.patch.multiple(paged_plan, _FOLDS=4, _LONG=5):
             assert torch.equal(paged_rig.attend(batch, processors=2, **options), plain), options
     fused_rope_rig.check([70, 1100, 300, 0], 4, 2, 64, processors=2)
+    for stored in (torch.float8_e4m3fn, torch.int8):
+        batch = paged_rig.narrowed(paged_rig.to_device(make_batch(rows, 64), CUDA), stored)
+        with mock.patch.object(decode, "can_serve", lambda *facts: False):
+            plain = paged_rig.attend(batch, processors=paged_rig.FEW)
+        assert torch.equal(paged_rig.attend(batch, processors=paged_rig.FEW), plain), stored
+        fused_rope_rig.check([70, 1100, 300, 0], 4, 2, 64, processors=2, stored=stored)
 
 
 def _verified() -> None:

@@ -22,7 +22,7 @@ from octavo.ops.attention import paged_plan
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.attention.paged_plan import Heads, Planner, Scratch
 from octavo.ops.rope import qk_norm_rope_store, rope_table
-from paged_rig import attend, attend_by, heavy_history, to_device
+from paged_rig import attend, attend_by, heavy_history, narrowed, to_device
 
 pytestmark = pytest.mark.gpu
 
@@ -69,6 +69,45 @@ def test_the_bits_of_divided_rows(block_size: int, options: dict) -> None:
 def test_heads_sizes_types_and_layouts(heads, kv_heads, size, dtype, block_size, heads_last) -> None:
     rows = _rows(heads, heads, kv_heads, size, dtype)
     _same_bits(to_device(make_batch(rows, block_size, seed=heads, heads_last=heads_last), DEVICE))
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "dtype", "block_size", "heads_last"),
+    [
+        (8, 2, 128, BF16, 64, False),
+        (16, 8, 128, BF16, 16, True),
+        (16, 2, 128, torch.float16, 48, True),
+        (4, 4, 64, BF16, 128, False),
+        (8, 2, 64, torch.float16, 16, True),
+    ],
+)
+def test_caches_of_8_bits(stored, heads, kv_heads, size, dtype, block_size, heads_last) -> None:
+    """With scales of a head, masks, a soft cap and sinks; few rows too, which are divided here."""
+    rows = _rows(heads, heads, kv_heads, size, dtype)
+    scales = {
+        "key_scale": torch.linspace(0.5, 1.5, kv_heads, device=DEVICE),
+        "value_scale": torch.linspace(2.0, 0.3, kv_heads, device=DEVICE),
+    }
+    for some, options in (
+        (rows, {}),
+        (rows, {"window": 70}),
+        (rows, {"chunk": 300, "soft_cap": 20.0}),
+        (rows, {"sinks": torch.linspace(-2.0, 3.0, heads, device=DEVICE)}),
+        (rows[:1], {}),
+        (rows[2:5], {"window": 300}),
+    ):
+        plain = to_device(make_batch(some, block_size, seed=heads, heads_last=heads_last), DEVICE)
+        _same_bits(narrowed(plain, stored), **scales, **options)
+
+
+def test_a_prompt_over_a_cache_of_8_bits_has_the_bits_of_its_tokens_one_by_one() -> None:
+    for stored in (torch.float8_e4m3fn, torch.int8):
+        history = heavy_history(600, 8, 2, 128)
+        whole = attend(narrowed(to_device(make_batch([(history, 600, 600)], 64), DEVICE), stored))
+        rows = to_device(make_batch([(history, length, 1) for length in range(1, 601, 7)], 64), DEVICE)
+        out, was_served = _served(narrowed(rows, stored), 3)
+        assert was_served and torch.equal(out, whole[0:600:7])
 
 
 def test_sinks_and_queries_of_another_stride() -> None:

@@ -96,6 +96,19 @@ def test_rows_that_are_divided(heads, kv_heads, size, dtype, block_size, options
         )
 
 
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "dtype", "block_size"),
+    [(16, 8, 128, BF16, 64), (32, 8, 128, BF16, 16), (8, 2, 64, FP16, 48)],
+)
+def test_what_is_stored_in_8_bits_is_read_again(stored, heads, kv_heads, size, dtype, block_size) -> None:
+    for seed, (lengths, processors) in enumerate((([300], 0), ([1, 64, 65], 0), ([*LENGTHS, 0, 0], 3))):
+        options = {"seed": seed, "normed": seed != 1, "heads_last": block_size == 16, "stored": stored}
+        fused_rope_rig.check(
+            lengths, heads, kv_heads, block_size, size=size, dtype=dtype, processors=processors, **options
+        )
+
+
 @pytest.mark.parametrize("num_rows", [17, 33, 130, 512])
 def test_as_many_rows_as_steps_have(num_rows: int) -> None:
     rng = random.Random(num_rows)

@@ -37,7 +37,7 @@ from octavo.ops.rope import Rotation  # noqa: E402
 from octavo.ops.sampling import drafts_gpu, drafts_head  # noqa: E402
 from octavo.ops.sampling import gpu as drawing  # noqa: E402
 
-CPU, BF16, FP16 = torch.device("cpu"), torch.bfloat16, torch.float16
+CPU, BF16, FP16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float16, torch.float8_e4m3fn
 PROCESSORS = 132
 SHARED_BYTES = 232448  # of a processor, for one program
 _TERMS = 16  # of the two logarithms of an entry's noise, products with sums at least
@@ -93,27 +93,38 @@ def rotation_of(size: int, *, normed: bool) -> Rotation:
 
 
 @pytest.mark.parametrize(
-    ("block", "size", "group", "sees", "cap", "dtype", "with_sinks"),
+    ("block", "size", "group", "sees", "cap", "dtype", "with_sinks", "stored"),
     [
-        (64, 128, 4, 0, 0.0, BF16, False),
-        (16, 128, 2, 0, 0.0, BF16, False),
-        (48, 64, 1, 2, 0.0, FP16, False),
-        (32, 128, 8, 1, 30.0, BF16, True),
-        (128, 64, 4, 0, 0.0, FP16, True),
+        (64, 128, 4, 0, 0.0, BF16, False, None),
+        (16, 128, 2, 0, 0.0, BF16, False, None),
+        (48, 64, 1, 2, 0.0, FP16, False, None),
+        (32, 128, 8, 1, 30.0, BF16, True, None),
+        (128, 64, 4, 0, 0.0, FP16, True, None),
+        (64, 128, 2, 0, 0.0, BF16, False, FP8),
+        (16, 64, 4, 1, 30.0, FP16, True, FP8),
+        (48, 128, 8, 2, 0.0, BF16, True, torch.int8),
     ],
 )
 def test_rows(
-    compiled: list[Any], block: int, size: int, group: int, sees: int, cap: float, dtype: torch.dtype, with_sinks: bool
+    compiled: list[Any],
+    block: int,
+    size: int,
+    group: int,
+    sees: int,
+    cap: float,
+    dtype: torch.dtype,
+    with_sinks: bool,
+    stored: torch.dtype | None,
 ) -> None:
     q = torch.zeros(4, 2 * group, size, dtype=dtype)
     projected = torch.zeros(4, (2 * group + 4) * size, dtype=dtype)
     sinks = torch.zeros(2 * group) if with_sinks else None
     work, parts, stats = torch.zeros(512, dtype=torch.int32), torch.zeros(4096), torch.zeros(64)
-    counters = torch.zeros(64, dtype=torch.int32)
+    counters, scale = torch.zeros(64, dtype=torch.int32), torch.ones(2) if stored else None
     for of_q, rotation in ((q, None), (projected, rotation_of(size, normed=not cap))):
         assert decode.launch(
-            of_q, cache(block, size, dtype), torch.zeros_like(q), *lengths(), work, work[264:],
-            (parts, stats, counters), (None, None, sinks, None), programs=132, lines=group, short=1, capacity=16,
+            of_q, cache(block, size, stored or dtype), torch.zeros_like(q), *lengths(), work, work[264:],
+            (parts, stats, counters), (scale, scale, sinks, None), programs=132, lines=group, short=1, capacity=16,
             fold_limit=96, sees=sees, merges=with_sinks, numbers=(100, 0.1, cap), rotation=rotation,
         )  # fmt: skip
 

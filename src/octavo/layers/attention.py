@@ -189,8 +189,10 @@ class Attention(Layer):
                 k_norm=self.k_norm,
                 eps=self.norm_eps,
                 slot_mapping=own.inputs.slot_mapping,
+                key_scale=self.tensors.key_scale,
+                value_scale=self.tensors.value_scale,
             )
-            if self.tensors is NO_TENSORS and backend.rotates(rotation, own.cache, spec):
+            if backend.rotates(rotation, own.cache, spec):
                 attended = projected.new_empty(projected.shape[0], spec.num_heads, spec.head_size)
                 backend.run_fused_rope(projected, rotation, own.cache, spec, attended)
                 return attended.flatten(1)

@@ -142,6 +142,8 @@ class DecoderLayerOperands(PostOperands):
             k_norm=self.k_norm,
             eps=self.head_eps,
             slot_mapping=slot_mapping,
+            key_scale=self.key_scale,
+            value_scale=self.value_scale,
         )
 
     @functools.cached_property

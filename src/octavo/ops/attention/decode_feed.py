@@ -15,6 +15,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from octavo.ops.attention.narrow_tiles import narrowed
+from octavo.ops.attention.paged_kernels import scales_of
 from octavo.ops.attention.paged_workload import BN, first_seen, leaf_of, leaf_start
 from octavo.ops.rope.heads import rope_heads, rotated_halves
 
@@ -30,17 +32,17 @@ barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton renamed it
 
 
 @gluon.jit
-def _copy_pieces(start, pieces, k, v, arrived, HEAD: gl.constexpr, BLOCK: gl.constexpr):
+def _copy_pieces(start, pieces, k, v, arrived, WIDTH: gl.constexpr, BLOCK: gl.constexpr):
     """Ask for the pieces of a tile that may be read; the others arrive at once."""
     piece_desc, line, low, high, channel, head_row, block_rows = pieces
     for part in gl.static_range(PIECES):
         token = start + part * PIECE
         if (token < high) & (token + PIECE > low):
-            mbarrier.expect(arrived, 2 * PIECE * HEAD * 2)
+            mbarrier.expect(arrived, 2 * PIECE * WIDTH * 2)
             row = gl.load(line + token // BLOCK) * block_rows + head_row + token % BLOCK
             tma.async_copy_global_to_shared(piece_desc, [row, channel], arrived, k.slice(part * PIECE, PIECE, 0))
             piece = v.slice(part * PIECE, PIECE, 0)
-            tma.async_copy_global_to_shared(piece_desc, [row, channel + HEAD], arrived, piece)
+            tma.async_copy_global_to_shared(piece_desc, [row, channel + WIDTH], arrived, piece)
         else:
             mbarrier.arrive(arrived, count=1)
 
@@ -58,7 +60,7 @@ def _copy(
     block_rows,
     head_rows,
     head_channels,
-    HEAD: gl.constexpr,
+    WIDTH: gl.constexpr,
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -71,15 +73,15 @@ def _copy(
     pieces = descs[1], line, low, high, channel, head_row, block_rows
     if BLOCK % TILE == 0:
         if (start + TILE <= high) & (start >= low):
-            mbarrier.expect(arrived, 2 * TILE * HEAD * 2)
+            mbarrier.expect(arrived, 2 * TILE * WIDTH * 2)
             mbarrier.arrive(arrived, count=PIECES - 1)
             row = gl.load(line + start // BLOCK) * block_rows + head_row + start % BLOCK
             tma.async_copy_global_to_shared(descs[0], [row, channel], arrived, k)
-            tma.async_copy_global_to_shared(descs[0], [row, channel + HEAD], arrived, v)
+            tma.async_copy_global_to_shared(descs[0], [row, channel + WIDTH], arrived, v)
         else:
-            _copy_pieces(start, pieces, k, v, arrived, HEAD, BLOCK)
+            _copy_pieces(start, pieces, k, v, arrived, WIDTH, BLOCK)
     else:
-        _copy_pieces(start, pieces, k, v, arrived, HEAD, BLOCK)
+        _copy_pieces(start, pieces, k, v, arrived, WIDTH, BLOCK)
     return step + 1
 
 
@@ -131,8 +133,8 @@ def _tell(words, index, value):
 def produce(
     q_desc, descs, query_start, seq_lens, table, work, leaf_base, words, q_smem, q_full, q_empty, ring, table_row,
     short, reach, capacity, fold_limit, block_rows, head_rows, head_channels, KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, HEAD: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, SEES: gl.constexpr,
-    ROTATES: gl.constexpr, PDL: gl.constexpr,
+    GROUP: gl.constexpr, HEAD: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr,
+    SEES: gl.constexpr, ROTATES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Find what the division gives this program, tell the consumer, and copy it.
 
@@ -193,7 +195,7 @@ def produce(
                     block_rows,
                     head_rows,
                     head_channels,
-                    HEAD,
+                    WIDTH,
                     BLOCK,
                     STAGES,
                 )
@@ -218,8 +220,9 @@ def _halves(lines, half):
 
 @gluon.jit
 def rotate(
-    rotation, query_start, seq_lens, work, leaf_base, q_smem, q_full, q_empty, short, reach, KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr, HEAD: gl.constexpr, BLOCK: gl.constexpr, SEES: gl.constexpr, PDL: gl.constexpr,
+    rotation, scales, query_start, seq_lens, work, leaf_base, q_smem, q_full, q_empty, short, reach,
+    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr, BLOCK: gl.constexpr, SEES: gl.constexpr,
+    NARROW: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Q of each (row, KV head) for the consumer; K and V of the newest token, if it is in this program's part."""
     source, positions, cos_sin, q_norm, k_norm, slots, kv, source_token, kv_block, kv_head, kv_token, eps = rotation
@@ -258,9 +261,10 @@ def rotate(
             if (stop_leaf == leaves) & (slot >= 0):
                 k_low, k_high = rotated_halves(k_low, k_high, k_weights, k_cosine, k_sine, eps, LEVELS, NORM)
                 stored = kv + (slot // BLOCK * kv_block + kv_index * kv_head + slot % BLOCK * kv_token)
-                gl.store(stored + of_k, k_low)
-                gl.store(stored + HALF + of_k, k_high)
-                gl.store(stored + HEAD + of_v, value)
+                key_scale, _cap, value_scale = scales_of(*scales, kv_index, 1.0, 1.0, False)
+                gl.store(stored + of_k, narrowed(k_low, key_scale, NARROW))
+                gl.store(stored + HALF + of_k, narrowed(k_high, key_scale, NARROW))
+                gl.store(stored + HEAD + of_v, narrowed(value, value_scale, NARROW))
                 gl.inline_asm_elementwise("fence.proxy.async.global; // $0", "=r", [], gl.int32, False, 1)
             for _doubling in gl.static_range(_doublings(GROUP)):  # the other lines of a tile are zeros
                 q = gl.reshape(gl.permute(gl.join(q, gl.zeros_like(q)), (2, 0, 1)), [2 * q.shape[0], HEAD])

@@ -23,7 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from octavo.ops.attention.decode_feed import END, FOLDED, PIECES, TILE, TURNS, WHOLE, WORDS, barrier, produce, rotate
 from octavo.ops.attention.decode_feed import LINES as _LINES
-from octavo.ops.attention.paged_kernels import exp2_from
+from octavo.ops.attention.narrow_tiles import keys_of, queries_of, values_of, whole
+from octavo.ops.attention.paged_kernels import exp2_from, scales_of
 from octavo.ops.attention.paged_workload import EVERYTHING, first_seen, leaf_of
 from octavo.ops.compile.repeated_rows import repeated
 
@@ -41,6 +42,7 @@ _TOPS = gl.constexpr(  # [warps, lines]: each thread has all warps' maxima of it
 )
 _ROTATED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 _WORD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_Q = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0]))
 
 
 @gluon.jit
@@ -123,6 +125,7 @@ def _write(
     row_start,
     num_queries,
     kv_index,
+    result_scale,
     out_token,
     out_head,
     GROUP: gl.constexpr,
@@ -134,7 +137,7 @@ def _write(
         head = gl.arange(0, _LINES, gl.SliceLayout(0, OUT)) % GROUP
         sink = gl.load(sinks + kv_index * GROUP + head).to(gl.float32) * _LOG2_E
         total, total_sum, total_max = _fold(total, total_sum, total_max, total * 0.0, total_sum * 0.0 + 1.0, sink)
-    inverse = gl.where(total_sum == 0.0, 0.0, 1.0 / total_sum)
+    inverse = gl.where(total_sum == 0.0, 0.0, 1.0 / total_sum) * result_scale
     if total_sum.shape[0] > 1:
         inverse = repeated(inverse, HEAD // TILE)
     result = (total * inverse).to(out.dtype.element_ty)
@@ -166,12 +169,13 @@ def _word(words, index):
 
 @gluon.jit
 def _consume(
-    out, sinks, parts, part_stats, counters, words, q_smem, q_full, q_empty, ring, tops, weight_smem, out_token,
+    out, scales, sinks, parts, part_stats, counters, words, q_smem, q_full, q_empty, ring, tops, weight_smem, out_token,
     out_head, reach, score_scale, cap_scale, GROUP: gl.constexpr, LINES: gl.constexpr, HEAD: gl.constexpr,
-    STAGES: gl.constexpr, SEES: gl.constexpr, SOFT_CAP: gl.constexpr,
+    STAGES: gl.constexpr, SEES: gl.constexpr, SOFT_CAP: gl.constexpr, NARROW: gl.constexpr,
 ):  # fmt: skip
     """Whatever the producer copies."""
     k_smem, v_smem, full, empty = ring
+    WORDS_OF_V: gl.constexpr = v_smem.shape[2]
     dtype: gl.constexpr = q_smem.dtype
     ones = gl.full([TILE, TILE], 1.0, dtype, _A)
     step, turn = 0, 0
@@ -183,20 +187,28 @@ def _consume(
         kv_index, begin, end = _word(words, at + 3), _word(words, at + 4), _word(words, at + 5)
         slot, leaves, mine = _word(words, at + 6), _word(words, at + 8), _word(words, at + 9)
         pair, low = _word(words, at + 10), _word(words, at + 11)
-        q = q_smem.index(turn % TURNS).reshape([_LINES, HEAD]).permute((1, 0)).load(_B)
+        if NARROW == "":
+            q = q_smem.index(turn % TURNS).reshape([_LINES, HEAD]).permute((1, 0)).load(_B)
+        else:
+            q = queries_of(q_smem.index(turn % TURNS).reshape([_LINES, HEAD]).load(_Q), HEAD)
+        factor, cap, result_scale = scales_of(*scales, kv_index, score_scale, cap_scale, SOFT_CAP)
         barrier()
         mbarrier.arrive(q_empty.index(turn % TURNS), count=1)
         turn += 1
         position = gl.minimum(seq_len - num_queries + gl.arange(0, _LINES, _LINE) // GROUP, seq_len - 1)
         first = first_seen(position, reach, SEES)
-        leaf = gl.zeros([HEAD, _LINES], gl.float32, _S)
+        leaf = gl.zeros([WORDS_OF_V, _LINES], gl.float32, _S)
+        odd_leaf = leaf
         leaf_sum = gl.zeros([TILE, _LINES], gl.float32, _S)
         leaf_max = gl.full([_LINES], float("-inf"), gl.float32, _LINE)
-        total, total_sum, total_max = leaf, leaf_sum, leaf_max
+        total, total_sum, total_max = gl.zeros([HEAD, _LINES], gl.float32, _S), leaf_sum, leaf_max
         for start in range(begin, end, TILE):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), step // STAGES & 1)
-            k = k_smem.index(stage).load(_A)
+            if NARROW == "":
+                k = k_smem.index(stage).load(_A)
+            else:
+                k = keys_of(k_smem.index(stage), dtype, NARROW)
             v = v_smem.index(stage).permute((1, 0)).load(_A)
             scores = mma_v2(k, q, gl.zeros([TILE, _LINES], gl.float32, _S))
             exact, top, keep = _weights(
@@ -207,8 +219,8 @@ def _consume(
                 leaf_max,
                 tops,
                 empty.index(stage),
-                score_scale,
-                cap_scale,
+                factor,
+                cap,
                 SEES,
                 SOFT_CAP,
             )
@@ -219,19 +231,40 @@ def _consume(
                 token = start + gl.arange(0, TILE, gl.SliceLayout(0, _A))
                 v = gl.where(((token < seq_len) & (token >= low))[None, :], v, gl.zeros_like(v))
             leaf_sum = mma_v2(ones, weights, leaf_sum * keep[None, :])
-            leaf = mma_v2(v, weights, leaf * keep[None, :])
+            if NARROW == "":
+                leaf = mma_v2(v, weights, leaf * keep[None, :])
+            else:
+                even, odd = values_of(v, dtype, NARROW)
+                leaf = mma_v2(even, weights, leaf * keep[None, :])
+                odd_leaf = mma_v2(odd, weights, odd_leaf * keep[None, :])
             leaf_max = top
             step += 1
             if (leaf_of(start + TILE) > leaf_of(start)) | (start + TILE >= end):
+                if NARROW == "":
+                    ended = leaf
+                else:
+                    ended = whole(leaf, odd_leaf)
                 if task != WHOLE:
-                    _keep(parts, part_stats, slot + leaf_of(start), leaf, leaf_sum, leaf_max, LINES)
-                total, total_sum, total_max = _fold(total, total_sum, total_max, leaf, leaf_sum, leaf_max)
-                leaf = gl.zeros([HEAD, _LINES], gl.float32, _S)
+                    _keep(parts, part_stats, slot + leaf_of(start), ended, leaf_sum, leaf_max, LINES)
+                total, total_sum, total_max = _fold(total, total_sum, total_max, ended, leaf_sum, leaf_max)
+                leaf = gl.zeros([WORDS_OF_V, _LINES], gl.float32, _S)
+                odd_leaf = leaf
                 leaf_sum = gl.zeros([TILE, _LINES], gl.float32, _S)
                 leaf_max = gl.full([_LINES], float("-inf"), gl.float32, _LINE)
         if task == WHOLE:
             _write(
-                out, sinks, total, total_sum, total_max, row_start, num_queries, kv_index, out_token, out_head, GROUP
+                out,
+                sinks,
+                total,
+                total_sum,
+                total_max,
+                row_start,
+                num_queries,
+                kv_index,
+                result_scale,
+                out_token,
+                out_head,
+                GROUP,
             )
         elif task == FOLDED:
             barrier()
@@ -250,6 +283,7 @@ def _consume(
                     row_start,
                     num_queries,
                     kv_index,
+                    result_scale,
                     out_token,
                     out_head,
                     GROUP,
@@ -271,12 +305,12 @@ def _consume(
     ]
 )
 def attend_rows_copied(
-    q_desc, kv_desc, piece_desc, out, query_start, seq_lens, table, work, leaf_base, parts, part_stats, counters, sinks,
-    out_token, out_head, table_row, short, reach, capacity, fold_limit, block_rows, head_rows, head_channels,
-    score_scale, cap_scale, source, positions, cos_sin, q_norm, k_norm, slots, kv, source_token, kv_block, kv_head,
-    kv_token, eps, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, LINES: gl.constexpr, HEAD: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, SEES: gl.constexpr, SOFT_CAP: gl.constexpr, ROTATES: gl.constexpr,
-    MERGED: gl.constexpr, PDL: gl.constexpr,
+    q_desc, kv_desc, piece_desc, out, query_start, seq_lens, table, work, leaf_base, parts, part_stats, counters,
+    key_scale, value_scale, sinks, out_token, out_head, table_row, short, reach, capacity, fold_limit, block_rows,
+    head_rows, head_channels, score_scale, cap_scale, source, positions, cos_sin, q_norm, k_norm, slots, kv,
+    source_token, kv_block, kv_head, kv_token, eps, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, LINES: gl.constexpr,
+    HEAD: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, SEES: gl.constexpr, SOFT_CAP: gl.constexpr,
+    ROTATES: gl.constexpr, MERGED: gl.constexpr, NARROW: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Grid: (programs of the division). Each takes its part of the leaves.
 
@@ -286,15 +320,16 @@ def attend_rows_copied(
     """
     if PDL and not MERGED:  # the next kernel reads its weights while the last programs of this one end
         tl.extra.cuda.gdc_launch_dependents()
-    dtype: gl.constexpr = kv_desc.dtype
+    dtype: gl.constexpr = out.dtype.element_ty
+    WIDTH: gl.constexpr = HEAD if NARROW == "" else HEAD // 2  # of a token's K in the cache's descriptors
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     if ROTATES:
         q_smem = gl.allocate_shared_memory(dtype, [TURNS, _LINES, HEAD], _ROTATED)
     else:
         q_smem = gl.allocate_shared_memory(dtype, [TURNS, _LINES // GROUP, GROUP, HEAD], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD], kv_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, TILE, HEAD], kv_desc.layout)
+    k_smem = gl.allocate_shared_memory(kv_desc.dtype, [STAGES, TILE, WIDTH], kv_desc.layout)
+    v_smem = gl.allocate_shared_memory(kv_desc.dtype, [STAGES, TILE, WIDTH], kv_desc.layout)
     tops = gl.allocate_shared_memory(gl.float32, [4, _LINES], SWIZZLED)
     weight_smem = gl.allocate_shared_memory(dtype, [TILE, _LINES], gl.SwizzledSharedLayout(8, 1, 1, [1, 0]))
     words = gl.allocate_shared_memory(gl.int32, [TURNS * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -314,21 +349,22 @@ def attend_rows_copied(
         gl.warp_specialize(
             [
                 (_consume, (
-                    out, sinks, parts, part_stats, counters, words, q_smem, q_full, q_empty, ring, tops, weight_smem,
-                    out_token, out_head, reach, score_scale, cap_scale, GROUP, LINES, HEAD, STAGES, SEES, SOFT_CAP,
+                    out, (key_scale, value_scale), sinks, parts, part_stats, counters, words, q_smem, q_full, q_empty,
+                    ring, tops, weight_smem, out_token, out_head, reach, score_scale, cap_scale, GROUP, LINES, HEAD,
+                    STAGES, SEES, SOFT_CAP, NARROW,
                 )),
                 (produce, (
                     q_desc, (kv_desc, piece_desc), query_start, seq_lens, table, work, leaf_base, words, q_smem, q_full,
                     q_empty, ring, table_row, short, reach, capacity, fold_limit, block_rows, head_rows, head_channels,
-                    KV_HEADS, GROUP, HEAD, BLOCK, STAGES, SEES, ROTATES, PDL,
+                    KV_HEADS, GROUP, HEAD, WIDTH, BLOCK, STAGES, SEES, ROTATES, PDL,
                 )),
                 (rotate, (
                     (
                         source, positions, cos_sin, q_norm, k_norm, slots, kv, source_token, kv_block, kv_head,
                         kv_token, eps,
                     ),
-                    query_start, seq_lens, work, leaf_base, q_smem, q_full, q_empty, short, reach, KV_HEADS, GROUP,
-                    HEAD, BLOCK, SEES, PDL,
+                    (key_scale, value_scale), query_start, seq_lens, work, leaf_base, q_smem, q_full, q_empty, short,
+                    reach, KV_HEADS, GROUP, HEAD, BLOCK, SEES, NARROW, PDL,
                 )),
             ],
             [1, 1],
@@ -338,13 +374,14 @@ def attend_rows_copied(
         gl.warp_specialize(
             [
                 (_consume, (
-                    out, sinks, parts, part_stats, counters, words, q_smem, q_full, q_empty, ring, tops, weight_smem,
-                    out_token, out_head, reach, score_scale, cap_scale, GROUP, LINES, HEAD, STAGES, SEES, SOFT_CAP,
+                    out, (key_scale, value_scale), sinks, parts, part_stats, counters, words, q_smem, q_full, q_empty,
+                    ring, tops, weight_smem, out_token, out_head, reach, score_scale, cap_scale, GROUP, LINES, HEAD,
+                    STAGES, SEES, SOFT_CAP, NARROW,
                 )),
                 (produce, (
                     q_desc, (kv_desc, piece_desc), query_start, seq_lens, table, work, leaf_base, words, q_smem, q_full,
                     q_empty, ring, table_row, short, reach, capacity, fold_limit, block_rows, head_rows, head_channels,
-                    KV_HEADS, GROUP, HEAD, BLOCK, STAGES, SEES, ROTATES, PDL,
+                    KV_HEADS, GROUP, HEAD, WIDTH, BLOCK, STAGES, SEES, ROTATES, PDL,
                 )),
             ],
             [1],

@@ -214,17 +214,21 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def row_lines(heads: Heads, max_query_len: int, *, lean: bool = False) -> int:
+    """Lines for rows of few queries: of all if they are at most MAX_SHORT_QUERIES, else of those that a tile holds."""
+    queries = max_query_len if max_query_len <= MAX_SHORT_QUERIES else 1
+    return max(8, power_of_two(heads.group), min(32 if lean else 64, power_of_two(queries * heads.group)))
+
+
 def rows_tile(
-    heads: Heads, num_rows: int, max_query_len: int, dtype: torch.dtype, cache_dtype: torch.dtype, *, lean: bool = False
+    heads: Heads, num_rows: int, lines: int, dtype: torch.dtype, cache_dtype: torch.dtype, *, lean: bool = False
 ) -> Tile:
-    """The tile for rows of few queries: of all if they are at most MAX_SHORT_QUERIES, else of those it holds.
+    """The tile for rows of few queries, of `row_lines` lines.
 
     Of a cache of 8 bits none has 8 lines: Triton would give them the matrix instruction of a warp with channels in
     fours, as they were loaded, whose sums are not those of the other tiles, which take them in twos.
     """
-    queries = max_query_len if max_query_len <= MAX_SHORT_QUERIES else 1
-    least = 16 if cache_dtype.itemsize == 1 else 8
-    lines = max(least, power_of_two(heads.group), min(32 if lean else 64, power_of_two(queries * heads.group)))
+    lines = max(lines, 16 if cache_dtype.itemsize == 1 else 8)
     if dtype == torch.float32 or heads.padded > 128:
         return Tile(lines, 4, 1 if lean and heads.padded > 128 else 2)
     is_wide = _WIDE_ROWS[0] <= num_rows <= _WIDE_ROWS[1]
@@ -286,15 +290,13 @@ class Planner:
         heads, mask_spec, num_rows = self.heads, self.mask_spec, seq_lens.shape[0]
         reach = min(max_seq_len, mask_spec.reach + max_query_len) if mask_spec.reach else max_seq_len
         max_leaves = count_leaves(reach) + 1
-        rows_at = rows_tile(heads, num_rows, max_query_len, self._dtype, self._cache_dtype, lean=self._lean)
-        short = rows_at.lines // heads.group
+        held = row_lines(heads, max_query_len, lean=self._lean)
+        short = held // heads.group
         rows, tiles, prompts, capacity = None, None, None, 0
         # a graph's rows may have fewer, also behind it, in a drafter's passes
         may_differ = for_capture or is_padded or num_tokens < num_rows * max_query_len
         if max_query_len <= short or (may_differ and min_query_len <= short):  # some row may be short
-            rows, capacity = self._rows(
-                rows_at, query_start, seq_lens, min(short, max_query_len), max_leaves, for_capture
-            )
+            rows, capacity = self._rows(held, query_start, seq_lens, min(short, max_query_len), max_leaves, for_capture)
         if max_query_len > short:
             chosen = tile or tiles_tile(heads, max_query_len, self._dtype, lean=self._lean)
             tiles = self._tiles(
@@ -325,16 +327,30 @@ class Planner:
             self._captured.append(tensor)
 
     def _rows(
-        self, tile: Tile, query_start: Tensor, seq_lens: Tensor, max_queries: int, max_leaves: int, for_capture: bool
+        self, held: int, query_start: Tensor, seq_lens: Tensor, max_queries: int, max_leaves: int, for_capture: bool
     ) -> tuple[RowsLaunch, int]:
-        """The launch for rows of up to `max_queries` queries, and how many leaves their partial results may have."""
-        heads, num_rows, short = self.heads, seq_lens.shape[0], tile.lines // self.heads.group
+        """The launch for rows of up to `max_queries` queries, and how many leaves their partial results may have.
+
+        held: see `row_lines`.
+        """
+        heads, num_rows, short = self.heads, seq_lens.shape[0], held // self.heads.group
+        tile = rows_tile(heads, num_rows, held, self._dtype, self._cache_dtype, lean=self._lean)
         lines, num_pairs = power_of_two(max_queries * heads.group), num_rows * heads.num_kv_heads
         leaf_size = heads.num_kv_heads * lines * (heads.padded + 2)
         capacity = min(num_rows * max_leaves, self._scratch.capacity(leaf_size))
         self._scratch.reserve(capacity, leaf_size, num_pairs * max_queries, for_capture=for_capture)
         merges = max_leaves > _FOLDS
+        is_copied = decode.can_serve(
+            seq_lens.device,
+            self._dtype,
+            heads.group,
+            heads.size,
+            self.mask_spec.causal,
+            held,
+            self._cache_dtype,
+        )
         is_few = num_pairs * _FEW_PAIRS <= self._processors and self._dtype != torch.float32 and heads.padded <= 128
+        is_few &= not is_copied or self._cache_dtype == self._dtype
         if is_few and capacity == num_rows * max_leaves and not merges:
             room = _FEW_PROGRAMS if tile.lines <= 8 else 1
             programs = min(num_pairs * max_leaves, room * self._processors)
@@ -342,9 +358,6 @@ class Planner:
             tile = dataclasses.replace(tile, stages=stages, registers=None)
             rows = RowsLaunch(tile, short, lines, programs, num_rows, 0, False, max_leaves, max_queries)
             return rows, capacity
-        is_copied = self._cache_dtype == self._dtype and decode.can_serve(
-            seq_lens.device, self._dtype, heads.group, heads.size, self.mask_spec.causal, tile.lines
-        )
         programs = _ROW_PROGRAMS if tile.registers == _ROW_REGISTERS else _WIDE_ROW_PROGRAMS
         programs = (decode.PROGRAMS if is_copied else programs) * self._processors
         limit = _LONG if merges else 1 << 30

@@ -71,6 +71,7 @@ def fused_rope_decode(
 
         rope_verify_kernel.fused_rope_decode(projected, rotation, kv, *rows, out, **options)
     else:
+        options |= {"key_scale": rotation.key_scale, "value_scale": rotation.value_scale}
         paged_attention(projected, kv, *rows, out, rotation=rotation, **options)
 
 

@@ -33,20 +33,20 @@ class _Place:
 def describe(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> Any:
-    """The descriptor of a tensor of a 16-bit dtype that is copied in boxes, 128 bytes wide in shared memory."""
+    """The descriptor of a tensor of a 16-bit dtype that is copied in boxes, at most 128 bytes wide in shared memory."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    place, layout = _Place(address, dtype), _layout(len(box))
+    place, layout = _Place(address, dtype), _layout(len(box), min(128, 2 * box[-1]))
     descriptor: Any = TensorDescriptor(place, list(shape), list(strides), list(box), layout)
     descriptor.compiled_for = dtype, box  # see launch.Direct
     return descriptor
 
 
 @functools.cache
-def _layout(rank: int) -> Any:
+def _layout(rank: int, width: int) -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+    return NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=16, rank=rank)
 
 
 @functools.cache

@@ -141,6 +141,8 @@ class Rotation:
     k_norm: torch.Tensor | None
     eps: float
     slot_mapping: torch.Tensor
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
 
 
 def qk_norm_rope_store(
