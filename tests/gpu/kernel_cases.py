@@ -235,6 +235,11 @@ def _prompts() -> None:
         out = paged_rig.attend(batch, processors=paged_rig.FEW, **options)
         plain = paged_rig.attend(batch, processors=paged_rig.FEW, tile=paged_plan.Tile(128, 8, 2, 128), **options)
         assert torch.equal(out, plain), options
+    for stored in (torch.float8_e4m3fn, torch.int8):
+        narrow = paged_rig.narrowed(batch, stored)
+        out = paged_rig.attend(narrow, processors=paged_rig.FEW)
+        plain = paged_rig.attend(narrow, processors=paged_rig.FEW, tile=paged_plan.Tile(128, 8, 2, 128))
+        assert torch.equal(out, plain), stored
 
 
 def _decode() -> None:

@@ -79,7 +79,7 @@ _WORDS = (
 )
 REVIEWED = {
     frozenset((Place("decode_feed._tell", "words"), Place("decode_kernel._word", "words"))): _WORDS,
-    frozenset((Place("prefill_kernel._produce", "words"), Place("prefill_kernel._word", "words"))): (_WORDS),
+    frozenset((Place("prefill_feed.produce", "words"), Place("prefill_feed.word", "words"))): (_WORDS),
     frozenset((Place("decode_feed.rotate", "q_smem"), Place("decode_kernel._consume", "q_smem"))): (
         "The lanes that turn Q meet before one of them arrives; readers wait for that, read, meet, and one arrives."
     ),

@@ -20,7 +20,7 @@ from octavo.ops.attention import paged as operator
 from octavo.ops.attention import paged_plan
 from octavo.ops.attention.mask_spec import MaskSpec
 from octavo.ops.attention.paged_plan import Tile
-from paged_rig import attend, attend_by, heavy_history, to_device
+from paged_rig import attend, attend_by, heavy_history, narrowed, to_device
 
 pytestmark = pytest.mark.gpu
 PLAIN = Tile(128, 8, 2, 128)  # a plan with a tile of its own runs `attend_tiles`
@@ -64,6 +64,34 @@ def test_the_bits_of_plain_tiles(block_size: int, options: dict) -> None:
 def test_heads_sizes_types_and_layouts(heads, kv_heads, size, dtype, block_size, heads_last) -> None:
     rows = _rows(heads, heads, kv_heads, size, dtype)
     _same_bits(to_device(make_batch(rows, block_size, seed=heads, heads_last=heads_last), DEVICE))
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "dtype", "block_size", "heads_last"),
+    [
+        (8, 2, 128, BF16, 64, False),
+        (16, 8, 128, BF16, 16, True),
+        (6, 2, 128, torch.float16, 48, True),
+        (4, 4, 64, BF16, 128, False),
+        (7, 1, 64, torch.float16, 32, False),
+    ],
+)
+def test_caches_of_8_bits(stored, heads, kv_heads, size, dtype, block_size, heads_last) -> None:
+    """With scales of a head, masks, a soft cap and sinks."""
+    rows = _rows(heads, heads, kv_heads, size, dtype)
+    batch = narrowed(to_device(make_batch(rows, block_size, seed=heads, heads_last=heads_last), DEVICE), stored)
+    scales = {
+        "key_scale": torch.linspace(0.5, 1.5, kv_heads, device=DEVICE),
+        "value_scale": torch.linspace(2.0, 0.3, kv_heads, device=DEVICE),
+    }
+    for options in (
+        {},
+        {"window": 70},
+        {"chunk": 300, "soft_cap": 20.0},
+        {"sinks": torch.linspace(-2.0, 3.0, heads, device=DEVICE)},
+    ):
+        _same_bits(batch, **scales, **options)
 
 
 def test_sinks_and_queries_of_another_stride() -> None:

@@ -130,16 +130,30 @@ def test_rows(
 
 
 @pytest.mark.parametrize(
-    ("block", "size", "group", "sees", "cap", "dtype"),
-    [(64, 128, 4, 0, 0.0, BF16), (16, 128, 2, 1, 30.0, BF16), (48, 64, 3, 2, 0.0, FP16)],
+    ("block", "size", "group", "sees", "cap", "dtype", "stored"),
+    [
+        (64, 128, 4, 0, 0.0, BF16, None),
+        (16, 128, 2, 1, 30.0, BF16, None),
+        (48, 64, 3, 2, 0.0, FP16, None),
+        (64, 128, 2, 0, 0.0, BF16, FP8),
+        (16, 64, 3, 2, 30.0, FP16, torch.int8),
+    ],
 )
 def test_prompts(
-    compiled: list[Any], block: int, size: int, group: int, sees: int, cap: float, dtype: torch.dtype
+    compiled: list[Any],
+    block: int,
+    size: int,
+    group: int,
+    sees: int,
+    cap: float,
+    dtype: torch.dtype,
+    stored: torch.dtype | None,
 ) -> None:
     q, numbers = torch.zeros(256, 2 * group, size, dtype=dtype), torch.zeros(8, dtype=torch.int32)
+    scale = torch.ones(2) if stored else None
     assert prefill.launch(
         q,
-        cache(block, size, dtype),
+        cache(block, size, stored or dtype),
         torch.zeros_like(q),
         *lengths(),
         numbers,
@@ -150,6 +164,8 @@ def test_prompts(
         score_scale=0.1,
         cap_scale=cap,
         sinks=None,
+        key_scale=scale,
+        value_scale=scale,
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo.ops.attention.paged_workload import BN
-from octavo.ops.attention.prefill import CacheView, view_cache
+from octavo.ops.attention.prefill import NARROW, describe_cache, view_words
 from octavo.ops.compile.launch import Direct, chained
 from octavo.ops.compile.tensor_maps import ALIGNED, describe, takes_gluon
 from octavo.ops.rope import Rotation
@@ -22,7 +22,6 @@ from octavo.ops.rope import Rotation
 PROGRAMS = 2  # for each processor, of what its shared memory and registers hold
 _HEAD_SIZES = (64, 128)
 _GROUPS = (1, 2, 4, 8)  # heads of a KV head
-_NARROW = {torch.float8_e4m3fn: "float8", torch.int8: "int8"}
 _LINES, _PIECE = 8, 16  # see the kernel
 _STAGES, _NARROW_STAGES = 3, 6  # of a cache of 16 bits a number, and of 8
 _WARPS, _REGISTERS = 4, 128  # registers of a thread at the launch
@@ -39,23 +38,13 @@ def can_serve(
 ) -> bool:
     """Whether calls of this kind may be served, lines being queries x heads of a KV head; `launch` may still refuse."""
     is_known = dtype in (torch.bfloat16, torch.float16) and head_size in _HEAD_SIZES and group in _GROUPS and causal
-    is_known &= cache_dtype == dtype or cache_dtype in _NARROW
+    is_known &= cache_dtype == dtype or cache_dtype in NARROW
     return is_known and lines <= _LINES and takes_gluon(device)
 
 
 def supports(kv: Tensor) -> bool:
     """Whether a cache is one that descriptors can state."""
-    return kv.data_ptr() % ALIGNED == 0 and _view(kv) is not None
-
-
-def _view(kv: Tensor) -> CacheView | None:
-    """The view of a cache in numbers of 16 bits, or in words of two of 8; None if there is none."""
-    of_word = 2 // kv.element_size()
-    *steps, _ = kv.stride()
-    if kv.element_size() > 2 or any(step % of_word for step in steps):
-        return None
-    blocks, heads, block_size, channels = kv.shape
-    return view_cache((blocks, heads, block_size, channels // of_word), (*(step // of_word for step in steps), 1), 2)
+    return kv.data_ptr() % ALIGNED == 0 and view_words(kv) is not None
 
 
 @functools.cache
@@ -95,7 +84,7 @@ def launch(
     none. The rest: see `attend_rows`.
     """
     key_scale, value_scale, sinks, slopes = extras
-    view, is_narrow = _view(kv), kv.dtype in _NARROW
+    view, is_narrow = view_words(kv), kv.dtype in NARROW
     steps = 0 if rotation is not None else (q.stride(0) | q.stride(1)) * q.element_size() | q.data_ptr()
     if view is None or slopes is not None or (steps | kv.data_ptr()) % ALIGNED:
         return False
@@ -103,20 +92,17 @@ def launch(
         return False
     (num_tokens, num_heads, size), (_, kv_heads, block_size, _) = out.shape, kv.shape
     group, piece = num_heads // kv_heads, BN if block_size % BN == 0 else _PIECE
-    width = size // 2 if is_narrow else size
-    words = torch.int16 if is_narrow else kv.dtype
-    cache = (kv.data_ptr(), words, (view.rows, view.channels), (kv.stride(2) // (size // width), 1))
     of_q = None
     if rotation is None:
         lengths, strides = (num_tokens, num_heads, size), (q.stride(0), q.stride(1), 1)
         of_q = describe(q.data_ptr(), q.dtype, lengths, strides, (_LINES // group, group, size))
     _kernel()[(programs,)](
-        of_q, describe(*cache, (piece, width)), describe(*cache, (_PIECE, width)), out, query_start, seq_lens,
+        of_q, describe_cache(kv, view, piece, size), describe_cache(kv, view, _PIECE, size), out, query_start, seq_lens,
         block_table, work, leaf_base, *parts, key_scale, value_scale, sinks, out.stride(0), out.stride(1),
         block_table.stride(0), short, numbers[0], capacity, fold_limit, view.block_rows, view.head_rows,
         view.head_channels, *numbers[1:], *_turns(q, kv, rotation), KV_HEADS=kv_heads, GROUP=group, LINES=lines,
         HEAD=size, BLOCK=block_size, STAGES=_NARROW_STAGES if is_narrow else _STAGES, SEES=sees,
-        SOFT_CAP=numbers[2] > 0, ROTATES=rotation is not None, MERGED=merges, NARROW=_NARROW.get(kv.dtype, ""),
+        SOFT_CAP=numbers[2] > 0, ROTATES=rotation is not None, MERGED=merges, NARROW=NARROW.get(kv.dtype, ""),
         num_warps=_WARPS, maxnreg=_REGISTERS, enable_fp_fusion=False, **chained(q.device),
     )  # fmt: skip
     return True

@@ -1,4 +1,4 @@
-"""Tiles of a cache of 8 bits a number, widened in registers, for `octavo.ops.attention.decode_kernel`.
+"""Tiles of a cache of 8 bits a number, widened in registers, for the kernels in Gluon beside it.
 
 Owns how such tiles are read from shared memory, where they lie as words of 16 bits: two channels of a token, and what
 is stored in such a cache. Does not know rows or leaves. Invariant: numbers are widened exactly, and an instruction of
@@ -15,6 +15,7 @@ from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+_LINES = gl.constexpr(8)  # of a tile that are widened at a time
 _S = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 _A = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
 _B = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
@@ -88,6 +89,24 @@ def whole(even, odd):
     """Sums of even and of odd channels [channels / 2, lines] as those of all channels [channels, lines]."""
     both = gl.permute(gl.join(even, odd), (0, 2, 1))
     return gl.convert_layout(gl.reshape(both, [2 * even.shape[0], even.shape[1]]), _S)
+
+
+@gluon.jit
+def widen_tile(tile, target, NARROW: gl.constexpr):
+    """A tile of words as numbers of 16 bits, from and to shared memory: few at a time, for threads of few registers."""
+    TOKENS: gl.constexpr = tile.shape[0]
+    HEAD: gl.constexpr = target.shape[1]
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD, HEAD // 8], [4, 1], [1, 0])
+    BYTES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=HEAD, element_bitwidth=8, rank=2)
+    text: gl.constexpr = _widening(NARROW, target.dtype, 1, 2)
+    tile = tile._reinterpret(gl.int8, [TOKENS, HEAD], BYTES)
+    for part in gl.static_range(TOKENS // _LINES):
+        words = tile.slice(part * _LINES, _LINES, 0).load(LINES)
+        if target.dtype == gl.bfloat16:
+            numbers = gl.inline_asm_elementwise(text, "=r,=r,r", [words], gl.bfloat16, True, 4)
+        else:
+            numbers = gl.inline_asm_elementwise(text, "=r,=r,r", [words], gl.float16, True, 4)
+        target.slice(part * _LINES, _LINES, 0).store(numbers)
 
 
 @gluon.jit

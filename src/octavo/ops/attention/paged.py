@@ -223,10 +223,8 @@ def _serve_prompts(
     cap: float,
 ) -> bool:
     """Whether the rows of many queries were served by the kernel made for them."""
-    (q, kv, *_), (key_scale, value_scale, sinks, slopes) = tensors, extras
-    if not plan.prompts or kv.dtype != q.dtype:
-        return False
-    if key_scale is not None or value_scale is not None or slopes is not None:
+    key_scale, value_scale, sinks, slopes = extras
+    if not plan.prompts or slopes is not None:
         return False
     return prefill.launch(
         *tensors,
@@ -238,6 +236,8 @@ def _serve_prompts(
         score_scale=score,
         cap_scale=cap,
         sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
     )
 
 

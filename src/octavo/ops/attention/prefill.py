@@ -22,8 +22,10 @@ from octavo.ops.compile.tensor_maps import ALIGNED, describe, takes_gluon
 _HEAD_SIZES = (64, 128)
 _LINES = 128  # of a tile, see the kernel
 _MAX_GROUP = 64  # heads of a KV head; a part of a tile holds a query of them at least
-_STAGES = 4
+_STAGES, _STAGED = 4, 3  # tiles in shared memory: to be multiplied, and of 8 bits a number to be widened
+NARROW = {torch.float8_e4m3fn: "float8", torch.int8: "int8"}  # what a cache of 8 bits a number holds, for kernels
 _WARPS, _REGISTERS = 4, 168  # of a consumer; for a thread at the launch, before consumers take over the producer's
+_NARROW_REGISTERS = 128  # where others widen what is copied
 _LIMIT = 1 << 31  # of a coordinate
 
 
@@ -79,6 +81,24 @@ def view_cache(shape: tuple[int, ...], strides: tuple[int, ...], item_size: int)
     return CacheView(rows, width, of_block // of_token, head_rows, head_channels)
 
 
+def view_words(kv: Tensor) -> CacheView | None:
+    """The view of a cache in numbers of 16 bits, or in words of two of 8; None if there is none."""
+    of_word = 2 // kv.element_size()
+    *steps, _ = kv.stride()
+    if not of_word or any(step % of_word for step in steps):
+        return None
+    blocks, heads, block_size, channels = kv.shape
+    return view_cache((blocks, heads, block_size, channels // of_word), (*(step // of_word for step in steps), 1), 2)
+
+
+def describe_cache(kv: Tensor, view: CacheView, tokens: int, head_size: int) -> Any:
+    """The descriptor of its view, of which K or V of a head of so many tokens are copied at a time."""
+    of_word = 2 // kv.element_size()
+    dtype = torch.int16 if of_word > 1 else kv.dtype
+    strides, box = (kv.stride(2) // of_word, 1), (tokens, head_size // of_word)
+    return describe(kv.data_ptr(), dtype, (view.rows, view.channels), strides, box)
+
+
 def launch(
     q: Tensor,
     kv: Tensor,
@@ -95,16 +115,20 @@ def launch(
     score_scale: float,
     cap_scale: float,
     sinks: Tensor | None,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> bool:
     """Attend as `paged_attention` does, for rows that have tiles; False if the tensors do not allow it.
 
-    The tensors are those of `paged_attention`, with a cache of q's dtype; tile_start: [rows + 1] int32, of
+    The tensors are those of `paged_attention`; tile_start: [rows + 1] int32, of
     `count_tiles` for `queries_of_tile` queries; counter: [1] or more int32, 0 before and after. programs: to launch.
     sees, reach: what a query sees. score_scale, cap_scale: of the kernel's, cap_scale 0 for no soft cap.
     """
-    view = view_cache(kv.shape, kv.stride(), kv.element_size())
+    view, is_narrow = view_words(kv), kv.dtype in NARROW
     token, head = q.stride(0), q.stride(1)
     if view is None or (token | head) * q.element_size() % ALIGNED or (q.data_ptr() | kv.data_ptr()) % ALIGNED:
+        return False
+    if not is_narrow and (kv.dtype != q.dtype or key_scale is not None or value_scale is not None):
         return False
     (num_tokens, num_heads, size), (_, kv_heads, block_size, _) = q.shape, kv.shape
     group = num_heads // kv_heads
@@ -112,12 +136,13 @@ def launch(
     of_q = describe(
         q.data_ptr(), q.dtype, (num_tokens, num_heads, size), (token, head, 1), (_LINES // 2 // padded, padded, size)
     )
-    of_cache = describe(kv.data_ptr(), kv.dtype, (view.rows, view.channels), (kv.stride(2), 1), (piece, size))
+    of_cache = describe_cache(kv, view, piece, size)
     _kernel()[(programs,)](
-        of_q, of_cache, out, query_start, seq_lens, block_table, tile_start, counter, sinks, out.stride(0),
-        out.stride(1), block_table.stride(0), seq_lens.shape[0], reach, view.block_rows, view.head_rows,
-        view.head_channels, view.rows, score_scale, cap_scale, KV_HEADS=kv_heads, GROUP=group, PADDED_GROUP=padded,
-        HEAD=size, BLOCK=block_size, PIECE=piece, STAGES=_STAGES, SEES=sees, SOFT_CAP=cap_scale > 0,
-        num_warps=_WARPS, maxnreg=_REGISTERS,
+        of_q, of_cache, out, query_start, seq_lens, block_table, tile_start, counter, key_scale, value_scale,
+        sinks, out.stride(0), out.stride(1), block_table.stride(0), seq_lens.shape[0], reach, view.block_rows,
+        view.head_rows, view.head_channels, view.rows, score_scale, cap_scale, KV_HEADS=kv_heads, GROUP=group,
+        PADDED_GROUP=padded, HEAD=size, BLOCK=block_size, PIECE=piece, STAGES=_STAGES, STAGED=_STAGED, SEES=sees,
+        SOFT_CAP=cap_scale > 0, NARROW=NARROW.get(kv.dtype, ""), num_warps=_WARPS,
+        maxnreg=_NARROW_REGISTERS if is_narrow else _REGISTERS,
     )  # fmt: skip
     return True

@@ -5,11 +5,12 @@ Owns that kernel: how its warps share the work. Does not know which calls it ser
 
 A tile is two parts of 64 lines, a line being one query with one head of a KV head. Three groups of warps work on it, in
 the manner of FlashAttention-3: a producer copies Q and tiles of 64 tokens of K and V into shared memory, which is
-divided into stages; two consumers, with a part each, take them in turn. The copy engine reads blocks through one
-descriptor over the whole cache; what may not be read is asked for outside of it, which makes zeros. A consumer has the
-products of one tile with V and the scores of the next in flight while it makes weights of the last. Programs stay, and
-draw tiles from a counter, the longest first; a consumer asks for the first scores of its next tile before it writes
-the results of the last.
+divided into stages; two consumers, with a part each, take them in turn. Tiles of 8 bits a number come into stages of
+their own, out of which a fourth group widens them (`octavo.ops.attention.prefill_feed` has both that feed). The copy
+engine reads blocks through one descriptor over the whole cache; what may not be read is asked for outside of it, which
+makes zeros. A consumer has the products of one tile with V and the scores of the next in flight while it makes weights
+of the last. Programs stay, and draw tiles from a counter, the longest first; a consumer asks for the first scores of
+its next tile before it writes the results of the last.
 """
 
 # Kernels are compiled from their source by Triton, whose values mypy does not know.
@@ -21,15 +22,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from octavo.ops.attention.paged_kernels import exp2_from
+from octavo.ops.attention.paged_kernels import exp2_from, scales_of
 from octavo.ops.attention.paged_workload import BN, EVERYTHING, FIRST_LEAF, FIRST_TOKENS, LEAF, first_seen
+from octavo.ops.attention.prefill_feed import LINES, WORD, barrier, produce, widen, word
 
-LINES = 128  # of a tile: two consumers of what a warp group's matrix instruction holds
 _LINES, _BN = gl.constexpr(LINES // 2), gl.constexpr(BN)
 _EVERYTHING = gl.constexpr(EVERYTHING)
 _FIRST_TOKENS, _FIRST_LEAF, _LEAF = gl.constexpr(FIRST_TOKENS), gl.constexpr(FIRST_LEAF), gl.constexpr(LEAF)
@@ -37,116 +37,6 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 _S = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16]))  # of scores
 _SUM = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))  # of a leaf's sums of weights
 _LINE = gl.constexpr(gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])))
-_WORD = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-_ONE = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
-_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton renamed it
-_ROWS = gl.constexpr(gl.BlockedLayout([4], [32], [1], [0]))
-
-
-@gluon.jit
-def _find(item, total, query_start, seq_lens, tile_start, num_rows, KV_HEADS: gl.constexpr, QUERIES: gl.constexpr):
-    """(row, its first token, first query, queries, length) of an item; of the last one for those behind it."""
-    tile = total // KV_HEADS - 1 - gl.minimum(item, total - 1) // KV_HEADS  # the longest first
-    count = 0
-    for base in range(0, num_rows, 128):
-        at = base + gl.arange(0, 128, _ROWS)
-        begin = gl.load(tile_start + at, mask=at < num_rows, other=0)
-        count += gl.sum(((begin <= tile) & (at < num_rows)).to(gl.int32), 0)
-    row = gl.maximum(count - 1, 0)
-    row_start = gl.load(query_start + row)
-    first_query = (tile - gl.load(tile_start + row)) * QUERIES
-    num_queries = gl.load(query_start + row + 1) - row_start
-    return row, row_start, first_query, num_queries, gl.load(seq_lens + row)
-
-
-@gluon.jit
-def _copy(
-    at, end, step, kv_desc, ring, line, low, high, kv_index, block_rows, head_rows, head_channels, outside,
-    HEAD: gl.constexpr, BLOCK: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Ask for tiles `at` to `end` - 1, in pieces that lie in one block each, from stage `step` on. The next step."""
-    k_smem, v_smem, full, empty = ring
-    channel = kv_index * head_channels
-    for tile in range(at, end):
-        stage = step % STAGES
-        k, v, arrived = k_smem.index(stage), v_smem.index(stage), full.index(stage)
-        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
-        mbarrier.expect(arrived, 2 * _BN * HEAD * 2)
-        for part in gl.static_range(_BN // PIECE):
-            token = tile * _BN + part * PIECE
-            is_there = (token < high) & (token + PIECE > low)
-            row = gl.load(line + token // BLOCK, mask=is_there, other=0) * block_rows + kv_index * head_rows
-            row = gl.where(is_there, row + token % BLOCK, outside)
-            if PIECE == _BN:
-                tma.async_copy_global_to_shared(kv_desc, [row, channel], arrived, k)
-                tma.async_copy_global_to_shared(kv_desc, [row, channel + HEAD], arrived, v)
-            else:
-                tma.async_copy_global_to_shared(kv_desc, [row, channel], arrived, k.slice(part * PIECE, PIECE, 0))
-                tma.async_copy_global_to_shared(
-                    kv_desc, [row, channel + HEAD], arrived, v.slice(part * PIECE, PIECE, 0)
-                )
-        step += 1
-    return step
-
-
-@gluon.jit
-def _produce(
-    q_desc, kv_desc, query_start, seq_lens, table, tile_start, counter, words, q_smem, q_full, q_empty, ring, table_row,
-    num_rows, reach, block_rows, head_rows, head_channels, outside, KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
-    QUERIES: gl.constexpr, HEAD: gl.constexpr, BLOCK: gl.constexpr, PIECE: gl.constexpr, STAGES: gl.constexpr,
-    SEES: gl.constexpr,
-):  # fmt: skip
-    """Draw items, (tile, KV head), and copy what they need. `words` tell the consumers about each."""
-    total = gl.load(tile_start + num_rows) * KV_HEADS
-    item = gl.program_id(0)
-    row, row_start, first_query, num_queries, seq_len = _find(
-        item, total, query_start, seq_lens, tile_start, num_rows, KV_HEADS, QUERIES
-    )
-    step, turn = 0, 0
-    while item < total:
-        kv_index = item % KV_HEADS
-        position = seq_len - num_queries + first_query
-        low = first_seen(position, reach, SEES)
-        high = gl.minimum(seq_len, position + QUERIES)
-        begin = low // _BN
-        end = gl.maximum((high + _BN - 1) // _BN, begin + 1)
-        line = table + row.to(gl.int64) * table_row
-        mbarrier.wait(q_empty, (turn & 1) ^ 1)
-        turn += 1
-        words.index(0).store(gl.full([1], row_start + first_query, gl.int32, _ONE))
-        words.index(1).store(gl.full([1], num_queries - first_query, gl.int32, _ONE))
-        words.index(2).store(gl.full([1], position, gl.int32, _ONE))
-        words.index(3).store(gl.full([1], seq_len, gl.int32, _ONE))
-        words.index(4).store(gl.full([1], kv_index, gl.int32, _ONE))
-        words.index(5).store(gl.full([1], begin, gl.int32, _ONE))
-        words.index(6).store(gl.full([1], end, gl.int32, _ONE))
-        _barrier()  # Triton has none ahead of an arrival that expects bytes
-        mbarrier.expect(q_full, 2 * _LINES * HEAD * 2)
-        for part in gl.static_range(2):
-            where = [row_start + first_query + part * (QUERIES // 2), kv_index * GROUP, 0]
-            tma.async_copy_global_to_shared(q_desc, where, q_full, q_smem.index(part))
-        middle = gl.minimum(begin + 1, end)
-        step = _copy(
-            begin, middle, step, kv_desc, ring, line, low, high, kv_index, block_rows, head_rows, head_channels,
-            outside, HEAD, BLOCK, PIECE, STAGES,
-        )  # fmt: skip
-        # While the first tile is on its way, find the next item.
-        before = gl.atomic_add(counter, 1)
-        if before == total - 1:  # the last program to ask
-            gl.store(counter, 0)
-        item = before + gl.num_programs(0)
-        row, row_start, first_query, num_queries, seq_len = _find(
-            item, total, query_start, seq_lens, tile_start, num_rows, KV_HEADS, QUERIES
-        )
-        step = _copy(
-            middle, end, step, kv_desc, ring, line, low, high, kv_index, block_rows, head_rows, head_channels,
-            outside, HEAD, BLOCK, PIECE, STAGES,
-        )  # fmt: skip
-    mbarrier.wait(q_empty, (turn & 1) ^ 1)
-    words.index(6).store(gl.full([1], -1, gl.int32, _ONE))
-    mbarrier.arrive(q_full, count=1)
-    mbarrier.wait(ring[3].index(step % STAGES), (step // STAGES & 1) ^ 1)
-    mbarrier.arrive(ring[2].index(step % STAGES), count=1)
 
 
 @gluon.jit
@@ -258,22 +148,17 @@ def _steps(
 
 
 @gluon.jit
-def _word(words, index: gl.constexpr):
-    return gl.max(words.index(index).load(_WORD), 0)
-
-
-@gluon.jit
 def _begin(part, words, q_smem, q_empty, QUERIES: gl.constexpr, HEAD: gl.constexpr):
     """What there is to know of an item, and the part's Q in registers."""
     skipped = part * (QUERIES // 2)
     item = (
-        _word(words, 0) + skipped,
-        _word(words, 1) - skipped,
-        _word(words, 2) + skipped,
-        _word(words, 3),
-        _word(words, 4),
-        _word(words, 5),
-        _word(words, 6),
+        word(words, 0) + skipped,
+        word(words, 1) - skipped,
+        word(words, 2) + skipped,
+        word(words, 3),
+        word(words, 4),
+        word(words, 5),
+        word(words, 6),
     )
     q = q_smem.index(part).reshape([_LINES, HEAD]).load(gl.DotOperandLayout(0, _S, 2))
     mbarrier.arrive(q_empty, count=1)
@@ -290,6 +175,7 @@ def _write(
     token,
     num_queries,
     kv_index,
+    result_scale,
     out_token,
     out_head,
     GROUP: gl.constexpr,
@@ -302,7 +188,7 @@ def _write(
         head = gl.arange(0, _LINES, _LINE) % PADDED_GROUP
         sink = gl.load(sinks + kv_index * GROUP + head, mask=head < GROUP, other=0.0).to(gl.float32) * _LOG2_E
         total, total_sum, total_max = _fold(total, total_sum, total_max, total * 0.0, total_sum * 0.0 + 1.0, sink)
-    inverse = gl.where(total_sum == 0.0, 0.0, 1.0 / total_sum)
+    inverse = gl.where(total_sum == 0.0, 0.0, 1.0 / total_sum) * result_scale
     wide = gl.convert_layout(inverse, gl.SliceLayout(1, total.type.layout), assert_trivial=True)[:, None]
     result = gl.convert_layout((total * wide).to(out.dtype.element_ty), STORE)
     line = gl.arange(0, _LINES, gl.SliceLayout(1, STORE))
@@ -314,9 +200,9 @@ def _write(
 
 @gluon.jit
 def _consume(
-    part: gl.constexpr, out, sinks, words, q_smem, q_full, q_empty, ring, cleared, ones, out_token, out_head, reach,
-    score_scale, cap_scale, GROUP: gl.constexpr, PADDED_GROUP: gl.constexpr, QUERIES: gl.constexpr, HEAD: gl.constexpr,
-    STAGES: gl.constexpr, SEES: gl.constexpr, SOFT_CAP: gl.constexpr,
+    part: gl.constexpr, out, scales, sinks, words, q_smem, q_full, q_empty, ring, cleared, ones, out_token, out_head,
+    reach, score_scale, cap_scale, GROUP: gl.constexpr, PADDED_GROUP: gl.constexpr, QUERIES: gl.constexpr,
+    HEAD: gl.constexpr, STAGES: gl.constexpr, SEES: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
     """The lines of one part of every item that the producer draws."""
     k_smem, v_smem, full, empty = ring
@@ -331,15 +217,14 @@ def _consume(
     scores = warpgroup_mma_wait(0, deps=[_scores(q, k_smem.index(0))])
     while item[6] >= 0:
         token, num_queries, first_position, seq_len, kv_index, at, end = item
+        factor, cap, result_scale = scales_of(*scales, kv_index, score_scale, cap_scale, SOFT_CAP)
         position = gl.minimum(first_position + gl.arange(0, _LINES, _LINE) // PADDED_GROUP, seq_len - 1)
         first = first_seen(position, reach, SEES)
         total = gl.zeros((_LINES, HEAD), gl.float32, OUT)
         total_sum = gl.zeros((_LINES,), gl.float32, _LINE)
         total_max = gl.full((_LINES,), float("-inf"), gl.float32, _LINE)
         leaf, leaf_sum = total, gl.zeros((_LINES, 8), gl.float32, _SUM)
-        exact, leaf_max, _ = _weights(
-            scores, at * _BN, first, position, total_max, score_scale, cap_scale, SEES, SOFT_CAP, True
-        )
+        exact, leaf_max, _ = _weights(scores, at * _BN, first, position, total_max, factor, cap, SEES, SOFT_CAP, True)
         weights = exact.to(dtype)
         mbarrier.wait(full.index((step + 1) % STAGES), (step + 1) // STAGES & 1, pred=at + 1 < end)
         count = end - at - 1
@@ -348,11 +233,11 @@ def _consume(
             count -= whole
             at, step, weights, leaf, leaf_sum, leaf_max, total, total_sum, total_max = _steps(
                 whole, at, end, step, q, weights, leaf, leaf_sum, leaf_max, total, total_sum, total_max, first,
-                position, ring, ones, score_scale, cap_scale, SEES, SOFT_CAP, STAGES, False,
+                position, ring, ones, factor, cap, SEES, SOFT_CAP, STAGES, False,
             )  # fmt: skip
         at, step, weights, leaf, leaf_sum, leaf_max, total, total_sum, total_max = _steps(
             count, at, end, step, q, weights, leaf, leaf_sum, leaf_max, total, total_sum, total_max, first, position,
-            ring, ones, score_scale, cap_scale, SEES, SOFT_CAP, STAGES, True,
+            ring, ones, factor, cap, SEES, SOFT_CAP, STAGES, True,
         )  # fmt: skip
         last = step % STAGES
         if seq_len < (at + 1) * _BN:  # what lies behind the row may not be finite: each consumer clears a half
@@ -361,7 +246,7 @@ def _consume(
             values = half.load(VALUES)
             half.store(gl.where((place < seq_len)[:, None], values, gl.zeros_like(values)))
             fence_async_shared()
-            _barrier()
+            barrier()
             mbarrier.arrive(cleared, count=1)
             mbarrier.wait(cleared, clears & 1)
             clears += 1
@@ -384,6 +269,7 @@ def _consume(
             token,
             num_queries,
             kv_index,
+            result_scale,
             out_token,
             out_head,
             GROUP,
@@ -404,10 +290,11 @@ def _consume(
     ]
 )
 def attend_prompts(
-    q_desc, kv_desc, out, query_start, seq_lens, table, tile_start, counter, sinks, out_token, out_head, table_row,
-    num_rows, reach, block_rows, head_rows, head_channels, outside, score_scale, cap_scale,
+    q_desc, kv_desc, out, query_start, seq_lens, table, tile_start, counter, key_scale, value_scale, sinks, out_token,
+    out_head, table_row, num_rows, reach, block_rows, head_rows, head_channels, outside, score_scale, cap_scale,
     KV_HEADS: gl.constexpr, GROUP: gl.constexpr, PADDED_GROUP: gl.constexpr, HEAD: gl.constexpr, BLOCK: gl.constexpr,
-    PIECE: gl.constexpr, STAGES: gl.constexpr, SEES: gl.constexpr, SOFT_CAP: gl.constexpr,
+    PIECE: gl.constexpr, STAGES: gl.constexpr, STAGED: gl.constexpr, SEES: gl.constexpr, SOFT_CAP: gl.constexpr,
+    NARROW: gl.constexpr,
 ):  # fmt: skip
     """Grid: (any number of programs), for the rows that have tiles: see `count_tiles`.
 
@@ -415,14 +302,15 @@ def attend_prompts(
     cache's descriptor, from channel h * `head_channels` on; row `outside` does not exist. `counter`: 0, and then again.
     """
     QUERIES: gl.constexpr = 2 * _LINES // PADDED_GROUP
-    dtype: gl.constexpr = kv_desc.dtype
+    dtype: gl.constexpr = out.dtype.element_ty
+    TILES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(dtype, [2, QUERIES // 2, PADDED_GROUP, HEAD], q_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES, _BN, HEAD], kv_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES, _BN, HEAD], kv_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, _BN, HEAD], TILES)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, _BN, HEAD], TILES)
     one = gl.full((_BN, 8), 1.0, dtype, gl.BlockedLayout([1, 8], [32, 1], [4, 1], [1, 0]))
     ones = gl.allocate_shared_memory(dtype, [_BN, 8], gl.NVMMASharedLayout(0, 16, 2), one)
-    words = gl.allocate_shared_memory(gl.int32, [7, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    words = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     cleared = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -436,22 +324,56 @@ def attend_prompts(
     mbarrier.init(cleared, 2)
     fence_async_shared()
     ring = (k_smem, v_smem, full, empty)
-    gl.warp_specialize(
-        [
-            (_consume, (
-                0, out, sinks, words, q_smem, q_full, q_empty, ring, cleared, ones, out_token, out_head, reach,
-                score_scale, cap_scale, GROUP, PADDED_GROUP, QUERIES, HEAD, STAGES, SEES, SOFT_CAP,
-            )),
-            (_consume, (
-                1, out, sinks, words, q_smem, q_full, q_empty, ring, cleared, ones, out_token, out_head, reach,
-                score_scale, cap_scale, GROUP, PADDED_GROUP, QUERIES, HEAD, STAGES, SEES, SOFT_CAP,
-            )),
-            (_produce, (
-                q_desc, kv_desc, query_start, seq_lens, table, tile_start, counter, words, q_smem, q_full, q_empty,
-                ring, table_row, num_rows, reach, block_rows, head_rows, head_channels, outside, KV_HEADS,
-                GROUP, QUERIES, HEAD, BLOCK, PIECE, STAGES, SEES,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+    if NARROW == "":
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    0, out, (None, None), sinks, words, q_smem, q_full, q_empty, ring, cleared, ones, out_token,
+                    out_head, reach, score_scale, cap_scale, GROUP, PADDED_GROUP, QUERIES, HEAD, STAGES, SEES, SOFT_CAP,
+                )),
+                (_consume, (
+                    1, out, (None, None), sinks, words, q_smem, q_full, q_empty, ring, cleared, ones, out_token,
+                    out_head, reach, score_scale, cap_scale, GROUP, PADDED_GROUP, QUERIES, HEAD, STAGES, SEES, SOFT_CAP,
+                )),
+                (produce, (
+                    q_desc, kv_desc, query_start, seq_lens, table, tile_start, counter, words, q_smem, q_full, q_empty,
+                    ring, table_row, num_rows, reach, block_rows, head_rows, head_channels, outside, KV_HEADS,
+                    GROUP, QUERIES, HEAD, BLOCK, PIECE, STAGES, SEES, NARROW,
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        k_staged = gl.allocate_shared_memory(kv_desc.dtype, [STAGED, _BN, HEAD // 2], kv_desc.layout)
+        v_staged = gl.allocate_shared_memory(kv_desc.dtype, [STAGED, _BN, HEAD // 2], kv_desc.layout)
+        staged_full = gl.allocate_shared_memory(gl.int64, [STAGED, 1], BARRIER)
+        staged_empty = gl.allocate_shared_memory(gl.int64, [STAGED, 1], BARRIER)
+        for stage in gl.static_range(STAGED):
+            mbarrier.init(staged_full.index(stage), 1)
+            mbarrier.init(staged_empty.index(stage), 1)
+        words.index(7).store(gl.full([1], -1, gl.int32, WORD))
+        fence_async_shared()
+        staged = (k_staged, v_staged, staged_full, staged_empty)
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    0, out, (key_scale, value_scale), sinks, words, q_smem, q_full, q_empty, ring, cleared, ones,
+                    out_token, out_head, reach, score_scale, cap_scale, GROUP, PADDED_GROUP, QUERIES, HEAD, STAGES,
+                    SEES, SOFT_CAP,
+                )),
+                (_consume, (
+                    1, out, (key_scale, value_scale), sinks, words, q_smem, q_full, q_empty, ring, cleared, ones,
+                    out_token, out_head, reach, score_scale, cap_scale, GROUP, PADDED_GROUP, QUERIES, HEAD, STAGES,
+                    SEES, SOFT_CAP,
+                )),
+                (produce, (
+                    q_desc, kv_desc, query_start, seq_lens, table, tile_start, counter, words, q_smem, q_full, q_empty,
+                    staged, table_row, num_rows, reach, block_rows, head_rows, head_channels, outside, KV_HEADS,
+                    GROUP, QUERIES, HEAD, BLOCK, PIECE, STAGED, SEES, NARROW,
+                )),
+                (widen, (words, staged, ring, NARROW)),
+            ],
+            [4, 1, 4],
+            [232, 24, 24],
+        )  # fmt: skip
