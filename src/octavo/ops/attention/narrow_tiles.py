@@ -15,7 +15,7 @@ from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-_LINES = gl.constexpr(8)  # of a tile that are widened at a time
+_LINES, _AHEAD = gl.constexpr(8), gl.constexpr(4)  # of a tile that are widened at a time, and how often asked ahead
 _S = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 _A = gl.constexpr(gl.DotOperandLayout(0, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
 _B = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]), 2))
@@ -25,7 +25,10 @@ _B = gl.constexpr(gl.DotOperandLayout(1, gl.NVMMADistributedLayout([2, 0], [4, 1
 def _pair(kind, dtype, result, low, high):
     """PTX that widens bytes `low` and `high` of the word x into operand `result`."""
     if kind == "float8":
-        text = f"prmt.b32 t, x, x, 0x44{high}{low}; cvt.u16.u32 p, t; cvt.rn.f16x2.e4m3x2 t, p; "
+        text = f"prmt.b32 t, x, x, 0x44{high}{low}; cvt.u16.u32 p, t; "
+        if high == low + 1:  # as they lie
+            text = "mov.b32 {p, q}, x; " if low == 0 else "mov.b32 {q, p}, x; "
+        text += "cvt.rn.f16x2.e4m3x2 t, p; "
         if dtype == "fp16":
             return text + f"mov.b32 ${result}, t; "
         text += "mov.b32 {a, b}, t; cvt.f32.f16 f, a; cvt.f32.f16 g, b; "
@@ -40,7 +43,7 @@ def _widening(kind, dtype, first, second):
     """PTX of a word of four numbers as two words of two: of bytes 0 and `first`, and of `second` and 3."""
     begin = "xor.b32 x, $2, 0x80808080; " if kind == "int8" else "mov.b32 x, $2; "
     pairs = _pair(kind, str(dtype), 0, 0, first) + _pair(kind, str(dtype), 1, second, 3)
-    return "{ .reg .b32 t, x; .reg .b16 p, a, b; .reg .f32 f, g; " + begin + pairs + "}"
+    return "{ .reg .b32 t, x; .reg .b16 p, q, a, b; .reg .f32 f, g; " + begin + pairs + "}"
 
 
 @gluon.jit
@@ -100,13 +103,16 @@ def widen_tile(tile, target, NARROW: gl.constexpr):
     BYTES: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=HEAD, element_bitwidth=8, rank=2)
     text: gl.constexpr = _widening(NARROW, target.dtype, 1, 2)
     tile = tile._reinterpret(gl.int8, [TOKENS, HEAD], BYTES)
-    for part in gl.static_range(TOKENS // _LINES):
-        words = tile.slice(part * _LINES, _LINES, 0).load(LINES)
-        if target.dtype == gl.bfloat16:
-            numbers = gl.inline_asm_elementwise(text, "=r,=r,r", [words], gl.bfloat16, True, 4)
-        else:
-            numbers = gl.inline_asm_elementwise(text, "=r,=r,r", [words], gl.float16, True, 4)
-        target.slice(part * _LINES, _LINES, 0).store(numbers)
+    for first in gl.static_range(0, TOKENS, _AHEAD * _LINES):
+        words = ()
+        for part in gl.static_range(_AHEAD):
+            words = words + (tile.slice(first + part * _LINES, _LINES, 0).load(LINES),)  # noqa: RUF005
+        for part in gl.static_range(_AHEAD):
+            if target.dtype == gl.bfloat16:
+                numbers = gl.inline_asm_elementwise(text, "=r,=r,r", [words[part]], gl.bfloat16, True, 4)
+            else:
+                numbers = gl.inline_asm_elementwise(text, "=r,=r,r", [words[part]], gl.float16, True, 4)
+            target.slice(first + part * _LINES, _LINES, 0).store(numbers)
 
 
 @gluon.jit
