@@ -104,6 +104,15 @@ def _rotate(projected: torch.Tensor, rotation: Rotation, kv: torch.Tensor, heads
     )
 
 
+def _narrowed(
+    kv: torch.Tensor, rows: list[torch.Tensor], rotation: Rotation, stored: torch.dtype
+) -> tuple[torch.Tensor, Rotation]:
+    """The cache in 8 bits a number, with scales of its heads."""
+    scales = [torch.linspace(*ends, kv.shape[1], device=kv.device) for ends in ((0.02, 0.05), (0.04, 0.01))]
+    scaled = dataclasses.replace(rotation, key_scale=scales[0], value_scale=scales[1])
+    return paged_rig.narrowed(Batch(kv, kv, *rows), stored).kv, scaled
+
+
 def check(
     lengths: list[int],
     heads: int,
@@ -123,8 +132,7 @@ def check(
 ) -> None:
     """Rows of few queries, with what does not belong to them poisoned: the same results and the same cache, twice.
 
-    A length of 0 is a padding row. queries: of the first row, fewer of others. processors: to plan for; stored: of a
-    quantized cache, with scales; options: of the sight.
+    A length of 0 is a padding row. queries: of the first row, fewer of others; stored: of a quantized cache.
     """
     projected, rotation, kv, rows, newest = make(
         lengths,
@@ -147,7 +155,6 @@ def check(
         )
         rotation = dataclasses.replace(rotation, key_scale=scales[0], value_scale=scales[1])
     of_cache = {"key_scale": rotation.key_scale, "value_scale": rotation.value_scale}
-    num_live = len(newest[0])
     mask_spec, scratch, of = MaskSpec(scale=size**-0.5, **options), Scratch(device), Heads(heads, kv_heads, size)
     plan = Planner(of, mask_spec, dtype, device, scratch, processors, cache_dtype=kv.dtype).plan(
         rows[0], rows[1], num_tokens=len(projected), max_query_len=queries, max_seq_len=max(lengths)
@@ -157,12 +164,9 @@ def check(
     expected = torch.full_like(q, 7.0)
     paged_attention(q, expected_kv, *rows, expected, mask_spec=mask_spec, plan=plan, scratch=scratch, **of_cache)
     _finish(device)
-    assert not expected[:num_live].isnan().any() and rope_decode.serves(of, mask_spec, plan, kv, rotation)
+    assert not expected[: len(newest[0])].isnan().any() and rope_decode.serves(of, mask_spec, plan, kv, rotation)
     for _ in range(2):
-        if stored:
-            kv.view(torch.uint8)[newest] = 0x7F  # NaN, or the largest integer
-        else:
-            kv[newest] = float("nan")  # until it is stored
+        _bits(kv)[newest] = 0x7F if stored else 0x7FFF  # NaN, or the largest integer, until it is stored
         out = torch.full_like(q, 7.0)
         _finish(device)  # what it reads early is there
         rope_decode.fused_rope_decode(

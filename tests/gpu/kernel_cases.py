@@ -426,8 +426,14 @@ CASES: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
             "attention.paged_kernels.attend_tiles", "attention.paged_decode_kernels.merge",
         ),
     ),
-    "decode attention": (_decode, ("attention.decode_kernel.attend_rows_copied", "attention.paged_workload.divide")),
-    "prompt attention": (_prompts, ("attention.prefill_kernel.attend_prompts", "attention.paged_workload.count_tiles")),
+    "decode attention": (
+        _decode,
+        ("attention.hopper.decode_kernel.attend_rows_copied", "attention.paged_workload.divide"),
+    ),
+    "prompt attention": (
+        _prompts,
+        ("attention.hopper.prefill_kernel.attend_prompts", "attention.paged_workload.count_tiles"),
+    ),
     "rotation and attention": (_rotated, ("attention.rope_decode_kernel._rotate_and_attend",)),
     "rows that verify": (
         _verified,

@@ -32,7 +32,7 @@ _KERNELS = (
     "inputs.staged_write_gpu",
     "cache_write.zero_blocks_gpu",
 )
-_PAGED_KERNELS = "attention.prefill_kernel", "attention.rope_decode_kernel", "attention.decode_kernel"
+_PAGED_KERNELS = "attention.hopper.prefill_kernel", "attention.rope_decode_kernel", "attention.hopper.decode_kernel"
 
 
 class Opening:

@@ -1,6 +1,6 @@
 """Attention of rows of few queries on Hopper GPUs, with the bits of `paged_decode_kernels.attend_rows`.
 
-Owns which calls it serves and the launch; `decode_kernel` does the work, and descriptors are
+Owns which calls it serves and the launch; `hopper.decode_kernel` does the work, and descriptors are
 `octavo.ops.compile.tensor_maps`'. Does not know plans or requests. Invariant: it refuses what its descriptors cannot
 state, and what it serves has the bits of `attend_rows`. A launch allocates nothing and may be captured.
 """
@@ -49,7 +49,7 @@ def supports(kv: Tensor) -> bool:
 
 @functools.cache
 def _kernel() -> Any:
-    from octavo.ops.attention.decode_kernel import attend_rows_copied
+    from octavo.ops.attention.hopper.decode_kernel import attend_rows_copied
 
     return Direct(attend_rows_copied)
 

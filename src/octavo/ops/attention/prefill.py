@@ -1,6 +1,6 @@
 """Attention of rows of many queries on Hopper GPUs, with the bits of `octavo.ops.attention.paged_kernels`.
 
-Owns which calls it serves, the copy engine's descriptors and the launch; `prefill_kernel` does the work. Does
+Owns which calls it serves, the copy engine's descriptors and the launch; `hopper.prefill_kernel` does the work. Does
 not know plans or requests. Invariant: it refuses what its descriptors cannot state, and what it serves has the bits of
 `attend_tiles`. A launch allocates nothing and may be captured: descriptors travel in its arguments.
 """
@@ -57,7 +57,7 @@ def can_serve(device: torch.device, dtype: torch.dtype, group: int, head_size: i
 
 @functools.cache
 def _kernel() -> Any:
-    from octavo.ops.attention.prefill_kernel import attend_prompts
+    from octavo.ops.attention.hopper.prefill_kernel import attend_prompts
 
     return Direct(attend_prompts)
 

@@ -1,4 +1,4 @@
-"""What feeds `octavo.ops.attention.prefill_kernel`: one warp that copies, and four that widen tiles of 8 bits.
+"""What feeds `prefill_kernel` beside it: one warp that copies, and four that widen tiles of 8 bits a number.
 
 Owns how a program finds its tiles, what it tells the warps that compute, and the order in which K and V come. Does not
 know what is computed. Invariant: what arrives in shared memory is what the cache holds, in the type that is computed
@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from octavo.ops.attention.narrow_tiles import widen_tile
+from octavo.ops.attention.hopper.narrow_tiles import widen_tile
 from octavo.ops.attention.paged_workload import BN, first_seen
 
 LINES = 128  # of a tile: two consumers of what a warp group's matrix instruction holds

@@ -6,11 +6,11 @@ Owns that kernel: how its warps share the work. Does not know which calls it ser
 A tile is two parts of 64 lines, a line being one query with one head of a KV head. Three groups of warps work on it, in
 the manner of FlashAttention-3: a producer copies Q and tiles of 64 tokens of K and V into shared memory, which is
 divided into stages; two consumers, with a part each, take them in turn. Tiles of 8 bits a number come into stages of
-their own, out of which a fourth group widens them (`octavo.ops.attention.prefill_feed` has both that feed). The copy
-engine reads blocks through one descriptor over the whole cache; what may not be read is asked for outside of it, which
-makes zeros. A consumer has the products of one tile with V and the scores of the next in flight while it makes weights
-of the last. Programs stay, and draw tiles from a counter, the longest first; a consumer asks for the first scores of
-its next tile before it writes the results of the last.
+their own, out of which a fourth group widens them; `prefill_feed` has both that feed. The copy engine reads blocks
+through one descriptor over the whole cache; what may not be read is asked for outside of it, which makes zeros. A
+consumer has the products of one tile with V and the scores of the next in flight while it makes weights of the last.
+Programs stay, and draw tiles from a counter, the longest first; a consumer asks for the first scores of its next tile
+before it writes the results of the last.
 """
 
 # Kernels are compiled from their source by Triton, whose values mypy does not know.
@@ -26,9 +26,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from octavo.ops.attention.hopper.prefill_feed import LINES, WORD, barrier, produce, widen, word
 from octavo.ops.attention.paged_kernels import exp2_from, scales_of
 from octavo.ops.attention.paged_workload import BN, EVERYTHING, FIRST_LEAF, FIRST_TOKENS, LEAF, first_seen
-from octavo.ops.attention.prefill_feed import LINES, WORD, barrier, produce, widen, word
 
 _LINES, _BN = gl.constexpr(LINES // 2), gl.constexpr(BN)
 _EVERYTHING = gl.constexpr(EVERYTHING)

@@ -8,7 +8,7 @@ A program takes its part of the leaves, as `octavo.ops.attention.paged_workload`
 finds the (row, KV head)s of the part and copies their tiles of 64 tokens of K and V into shared memory, stage after
 stage, on past the end of each (row, head) to the next: memory never waits for the facts of a row. Four warps, the
 consumer, compute. Sums are transposed, so that few lines take little of the matrix units. Both are told by
-`octavo.ops.attention.decode_feed`, which may turn Q and store the newest K and V as well.
+`octavo.ops.attention.hopper.decode_feed`, which may turn Q and store the newest K and V as well.
 """
 
 # Kernels are compiled from their source by Triton, whose values mypy does not know.
@@ -21,9 +21,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from octavo.ops.attention.decode_feed import END, FOLDED, PIECES, TILE, TURNS, WHOLE, WORDS, barrier, produce, rotate
-from octavo.ops.attention.decode_feed import LINES as _LINES
-from octavo.ops.attention.narrow_tiles import keys_of, queries_of, values_of, whole
+from octavo.ops.attention.hopper.decode_feed import (
+    END,
+    FOLDED,
+    PIECES,
+    TILE,
+    TURNS,
+    WHOLE,
+    WORDS,
+    barrier,
+    produce,
+    rotate,
+)
+from octavo.ops.attention.hopper.decode_feed import LINES as _LINES
+from octavo.ops.attention.hopper.narrow_tiles import keys_of, queries_of, values_of, whole
 from octavo.ops.attention.paged_kernels import exp2_from, scales_of
 from octavo.ops.attention.paged_workload import EVERYTHING, first_seen, leaf_of
 from octavo.ops.compile.repeated_rows import repeated
@@ -168,6 +179,16 @@ def _word(words, index):
 
 
 @gluon.jit
+def _queries(tile, NARROW: gl.constexpr):
+    """Q of a tile in shared memory [lines, HEAD] as the second operand of the scores."""
+    if NARROW == "":
+        q = tile.permute((1, 0)).load(_B)
+    else:
+        q = queries_of(tile.load(_Q), tile.shape[1])
+    return q
+
+
+@gluon.jit
 def _consume(
     out, scales, sinks, parts, part_stats, counters, words, q_smem, q_full, q_empty, ring, tops, weight_smem, out_token,
     out_head, reach, score_scale, cap_scale, GROUP: gl.constexpr, LINES: gl.constexpr, HEAD: gl.constexpr,
@@ -187,10 +208,7 @@ def _consume(
         kv_index, begin, end = _word(words, at + 3), _word(words, at + 4), _word(words, at + 5)
         slot, leaves, mine = _word(words, at + 6), _word(words, at + 8), _word(words, at + 9)
         pair, low = _word(words, at + 10), _word(words, at + 11)
-        if NARROW == "":
-            q = q_smem.index(turn % TURNS).reshape([_LINES, HEAD]).permute((1, 0)).load(_B)
-        else:
-            q = queries_of(q_smem.index(turn % TURNS).reshape([_LINES, HEAD]).load(_Q), HEAD)
+        q = _queries(q_smem.index(turn % TURNS).reshape([_LINES, HEAD]), NARROW)
         factor, cap, result_scale = scales_of(*scales, kv_index, score_scale, cap_scale, SOFT_CAP)
         barrier()
         mbarrier.arrive(q_empty.index(turn % TURNS), count=1)
@@ -205,10 +223,7 @@ def _consume(
         for start in range(begin, end, TILE):
             stage = step % STAGES
             mbarrier.wait(full.index(stage), step // STAGES & 1)
-            if NARROW == "":
-                k = k_smem.index(stage).load(_A)
-            else:
-                k = keys_of(k_smem.index(stage), dtype, NARROW)
+            k = k_smem.index(stage).load(_A) if NARROW == "" else keys_of(k_smem.index(stage), dtype, NARROW)
             v = v_smem.index(stage).permute((1, 0)).load(_A)
             scores = mma_v2(k, q, gl.zeros([TILE, _LINES], gl.float32, _S))
             exact, top, keep = _weights(
@@ -240,10 +255,7 @@ def _consume(
             leaf_max = top
             step += 1
             if (leaf_of(start + TILE) > leaf_of(start)) | (start + TILE >= end):
-                if NARROW == "":
-                    ended = leaf
-                else:
-                    ended = whole(leaf, odd_leaf)
+                ended = leaf if NARROW == "" else whole(leaf, odd_leaf)
                 if task != WHOLE:
                     _keep(parts, part_stats, slot + leaf_of(start), ended, leaf_sum, leaf_max, LINES)
                 total, total_sum, total_max = _fold(total, total_sum, total_max, ended, leaf_sum, leaf_max)

@@ -1,4 +1,4 @@
-"""What feeds `octavo.ops.attention.decode_kernel`: one warp that copies K and V, and one that turns a step's heads.
+"""What feeds `decode_kernel` beside it: one warp that copies K and V, and one that turns a step's heads.
 
 Owns how a program finds its (row, KV head)s, what it tells the warps that compute, and the order in which tiles and
 heads come. Does not know what is computed. Invariant: what arrives in shared memory is what the cache holds once the
@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from octavo.ops.attention.narrow_tiles import narrowed
+from octavo.ops.attention.hopper.narrow_tiles import narrowed
 from octavo.ops.attention.paged_kernels import scales_of
 from octavo.ops.attention.paged_workload import BN, first_seen, leaf_of, leaf_start
 from octavo.ops.rope.heads import rope_heads, rotated_halves

@@ -1,0 +1,1 @@
+"""Kernels in Gluon for Hopper that the copy engine feeds. What they serve say `decode.py` and `prefill.py` above."""
