@@ -147,13 +147,7 @@ def check(
         queries=queries,
         device=device,
     )
-    if stored:
-        kv = paged_rig.narrowed(Batch(kv, kv, *rows), stored).kv
-        scales = (
-            torch.linspace(0.02, 0.05, kv_heads, device=device),
-            torch.linspace(0.04, 0.01, kv_heads, device=device),
-        )
-        rotation = dataclasses.replace(rotation, key_scale=scales[0], value_scale=scales[1])
+    kv, rotation = _narrowed(kv, rows, rotation, stored) if stored else (kv, rotation)
     of_cache = {"key_scale": rotation.key_scale, "value_scale": rotation.value_scale}
     mask_spec, scratch, of = MaskSpec(scale=size**-0.5, **options), Scratch(device), Heads(heads, kv_heads, size)
     plan = Planner(of, mask_spec, dtype, device, scratch, processors, cache_dtype=kv.dtype).plan(
