@@ -106,6 +106,21 @@ def make_dots_exact() -> None:
     interpreter.InterpreterBuilder.create_dot = create_dot
 
 
+def make_sums_of_products_exact() -> None:
+    """`tl.fma` of float32 rounds once, as a GPU's does: the interpreter's rounds the product, too."""
+    import numpy as np
+    from triton.runtime import interpreter
+
+    def create_fma(self, x, y, z):
+        if z.data.dtype != np.float32:
+            return make_fma(self, x, y, z)
+        exact = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(exact.astype(np.float32), z.dtype.scalar)
+
+    make_fma = interpreter.InterpreterBuilder.create_fma
+    interpreter.InterpreterBuilder.create_fma = create_fma
+
+
 def _share_types(core: ModuleType) -> None:
     """A block's type is made once, and what each value of a type says of itself is worked out once."""
     make_type, make_value = core.block_type.__init__, core.tensor.__init__
@@ -185,6 +200,7 @@ def main(rig: str) -> None:
     gc.set_threshold(100_000, 20, 100)  # what torch and the interpreter make is seldom garbage in a cycle
     quicken()
     make_dots_exact()
+    make_sums_of_products_exact()
     errors = {}
     for name, check in importlib.import_module(rig).INTERPRETED.items():
         try:
