@@ -102,13 +102,13 @@ def make_groups(
     itemsize: int = 2,
     *,
     snapshot_interval: int = 1,
-    with_drafts: bool = False,
+    drafts: bool = False,
 ) -> tuple[CacheGroup, ...]:
     """Deal layers with `specs` into groups, full attention first, states last. itemsize: bytes of a cached element.
 
     Layers of attention that keep the same form a class. The smallest class sets the group size (so that few pages of a
     block stay empty) unless the largest class is at most half as large again: then one group per class wastes less.
-    Layers of a class are dealt round robin. snapshot_interval: CacheGroup.interval. with_drafts: a row keeps a state
+    Layers of a class are dealt round robin. snapshot_interval: CacheGroup.interval. drafts: a row keeps a state
     until it is known to have passed the next border, so the one behind that gets blocks no earlier than it is written.
     Raises ValueError for states that cannot be cut at `block_size` tokens, and where no layer keeps anything.
     """
@@ -130,7 +130,7 @@ def make_groups(
         groups += [dataclasses.replace(kind, layers=tuple(layers[first::num_groups])) for first in range(num_groups)]
     attention = unify_page_sizes(groups, itemsize) if groups else ()
     of_states = _state_groups(states, attention, block_size, itemsize, snapshot_interval)
-    if with_drafts:
+    if drafts:
         of_states = [dataclasses.replace(group, unit=1) for group in of_states]
     return (*attention, *of_states)
 
