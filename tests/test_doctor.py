@@ -143,7 +143,7 @@ def test_doctor_says_what_drafts_take_of_states(capsys: pytest.CaptureFixture[st
     assert said["16"] == [
         f"{begin} 2 of these states and the inputs of 5 blocks at once, 3.4 MiB; without drafts 1 and 4, 2.4 MiB."
     ]
-    assert said["64"][0].startswith(f"{begin} 3 of these states and the inputs of 2 blocks at once, ")
+    assert said["64"][0].startswith(f"{begin} 2 of these states and the inputs of 2 blocks at once, ")
     assert cli.main(["doctor", *options]) == 0
     assert "Drafts: " not in capsys.readouterr().out
 

@@ -76,6 +76,12 @@ def test_a_layer_with_states_is_in_two_groups_and_no_block_grows() -> None:
     assert (attention.layers, inputs.layers, state.layers) == ((0,), (1,), (1,))
     assert [group.num_entries(n) for n in (1, 48, 49, 64, 112, 113) for group in (state,)] == [0, 0, 1, 1, 1, 2]
     assert state.num_blocks(64) == state.parts.blocks >= (1 << 20) // 2048
+    late = make_groups([FULL, make_state(16, 128), NoCache()], 16, 2, drafts=True)[-1]
+    assert late == dataclasses.replace(state, unit=1)
+    assert [late.num_entries(n) for n in (1, 49, 63, 64, 112, 127, 128)] == [0, 0, 0, 1, 1, 1, 2]
+    for group in (state, late):  # what is written is no other for having blocks
+        assert [group.num_written(n) // group.parts.blocks for n in (1, 49, 63, 64, 127, 128)] == [0, 0, 0, 1, 1, 2]
+    assert [inputs.num_written(n) for n in (1, 16, 17)] == [inputs.num_blocks(n) for n in (1, 16, 17)]
     with pytest.raises(ValueError, match="KV cache layout LBHNC cannot express this model's mixed page sizes"):
         make_pool([FULL, make_state(16, 128)], "LBHNC")
     with pytest.raises(ValueError, match=r"blocks of 48 tokens do not divide blocks of 64.*set block_size to a power"):

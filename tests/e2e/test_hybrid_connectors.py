@@ -295,6 +295,19 @@ def test_D_2_sides_may_keep_other_snapshots(make_llm: Make):
     assert stats.num_loaded_tokens == sum(map(len, prompts)) and not stats.num_load_failures
 
 
+@pytest.mark.parametrize("side", ["first", "second"])
+def test_D_2_one_side_may_have_drafts(side: str, make_llm: Make):
+    """Blocks of its states are reserved later: fetched are states that are written, whatever else has blocks."""
+    prompts, fields = [LONG[:count] for count in (63, 100, 128, 190)], {**TINY, "block_size": 64}
+    expected = answers(make_llm(**fields), prompts)
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    first = make_llm(**fields, **drafts if side == "first" else {}, kv_transfer_config=p2p("kv_producer"))
+    second = make_llm(**fields, **drafts if side == "second" else {}, kv_transfer_config=p2p("kv_consumer"))
+    assert fetched(first, second, prompts, prompts, PARAMS) == expected
+    stats = second.engine.scheduler.stats()
+    assert stats.num_loaded_tokens == sum(map(len, prompts)) and not stats.num_load_failures
+
+
 def test_T_5_states_of_sides_whose_blocks_differ_are_refused_by_both_values(make_llm: Make, caplog):
     prompts = [LONG[:100]]
     expected = answers(make_llm(**TINY), prompts)

@@ -48,12 +48,17 @@ def chunked(chunk: int, block_size: int = BLOCK) -> CacheGroup:
 def states(
     chunk: int, block_size: int = BLOCK, *, interval: int = 1, blocks: int = 1, unit: int = BLOCK
 ) -> tuple[CacheGroup, CacheGroup]:
-    """Inputs and states of a layer. blocks: of an entry of either; unit: see CacheGroup, and with drafts 1."""
+    """Inputs and states of a layer. blocks: of an entry of either; unit: see CacheGroup, and with drafts `late`."""
     parts = dataclasses.replace(WHOLE_BLOCKS, blocks=blocks)
     return (
         CacheGroup(kind="inputs", chunk=chunk, block_size=block_size, layers=(0,), parts=parts),
         CacheGroup(kind="state", block_size=chunk, layers=(0,), parts=parts, unit=unit, interval=interval),
     )
+
+
+def late(groups: tuple[CacheGroup, ...]) -> tuple[CacheGroup, ...]:
+    """As an engine with drafts has them: a state gets its blocks in the step that may write it."""
+    return tuple(dataclasses.replace(group, unit=1) if group.kind == "state" else group for group in groups)
 
 
 def nothing() -> CacheGroup:

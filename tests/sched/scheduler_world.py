@@ -15,9 +15,11 @@ from collections.abc import Sequence
 
 from answers import VOCAB, expected_answer
 from fake_connector import Clock, FakeConnector
+from octavo.cache.groups import CacheGroup
 from octavo.plan import StepPlan
 from octavo.request.request import FinishReason, Request, Status
-from sched_harness import Driver, make_request, make_scheduler, smallest_pool
+from octavo.sched.scheduler import Scheduler
+from sched_harness import Driver, late, make_request, make_scheduler, smallest_pool
 from step_words import entries_of
 
 MAX_LEN = 40
@@ -59,6 +61,10 @@ class CheckedDriver(Driver):
     """Holds each plan against its requests as they were before."""
 
     num_cut = num_beside = 0  # prompts that were cut, in how many plans beside a preemption
+
+    def __init__(self, scheduler: Scheduler, groups: tuple[CacheGroup, ...]) -> None:
+        super().__init__(scheduler, groups)
+        self._reach: dict[object, int] = {}  # what KVManager keeps of a request with blocks -> tokens planned at most
 
     def issue(self) -> StepPlan:
         scheduler = self.scheduler
@@ -111,8 +117,12 @@ class CheckedDriver(Driver):
         assert was_full or end - num_drafts == cut(start, known), "a step computes what it can"
         ahead = scheduler.drafting.lookahead if scheduler.drafting._ahead else 0
         reach = min(end + ahead, scheduler._max_model_len)
-        for group, table in zip(self.worker.groups, scheduler.kv.tables(request), strict=True):
+        entry = scheduler.kv._entries[request.request_id]
+        most = max(self._reach.get(entry, 0), min(end + scheduler.drafting.lookahead, scheduler._max_model_len))
+        self._reach[entry] = most
+        for group, table in zip(self.worker.groups, entry.tables, strict=True):
             assert len(table) >= group.num_blocks(reach), "it has room for what a drafter writes as well"
+            assert len(table) <= group.num_blocks(most), "it has none before a step may need it"
         self.num_cut += end == cut(start, known) < known
 
 
@@ -124,15 +134,16 @@ class World:
         loadable = shape.transfers and not any(group.kind == "encoder_only" for group in shape.groups)
         self.max_len = shape.max_len
         unit = max(group.block_size for group in shape.groups if group.kind != "state")
+        groups = late(shape.groups) if shape.drafts else shape.groups
         self.connector = FakeConnector(saves_running=shape.saves_running, save_unit=unit) if loadable else None
         options = {"connector": self.connector, "clock": self.clock, "load_timeout": 10.0} if loadable else {}
         self.max_num_seqs = shape.max_num_seqs
         self.advances = not shape.drafts and self.connector is None and shape.max_num_seqs % 2 > 0
         scheduler = make_scheduler(
-            shape.groups,
+            groups,
             advances=self.advances,
             num_blocks=smallest_pool(
-                shape.groups, shape.max_len, shape.budget + shape.drafts + shape.lookahead, drafts=shape.drafts > 0
+                groups, shape.max_len, shape.budget + shape.drafts + shape.lookahead, drafts=shape.drafts > 0
             )
             + shape.spare_blocks,
             max_num_seqs=shape.max_num_seqs,
@@ -149,7 +160,7 @@ class World:
             whole_prompts=shape.whole_prompts,
             **options,
         )
-        self.driver = CheckedDriver(scheduler, shape.groups)
+        self.driver = CheckedDriver(scheduler, groups)
         self.settled: set[str] = set()
         self.squeeze = False  # the next growth finds no block, once: the newest is preempted, full pool or not
         self._reserve, self._reserve_each = scheduler.kv.reserve, scheduler.kv.reserve_each

@@ -140,11 +140,12 @@ def test_a_row_that_is_preempted_beside_a_prompt_that_is_cut_does_not_sample(num
     assert [len(request.tokens) for request in (first, second)] == [906, 60]
 
 
+@pytest.mark.parametrize("unit", [1, 16])
 @pytest.mark.parametrize("lookahead", [0, 1, 7])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
-def test_one_request_fits_the_smallest_pool_wherever_its_steps_end(block_size: int, lookahead: int) -> None:
+def test_one_request_fits_the_smallest_pool_wherever_its_steps_end(block_size: int, lookahead: int, unit: int) -> None:
     """Inputs of a chunk before a step, of the one behind it, and of tokens ahead of both may lie in a block each."""
-    inputs, state = states(16, block_size, blocks=20, unit=16)
+    inputs, state = states(16, block_size, blocks=20, unit=unit)
     groups = (full(block_size), inputs, dataclasses.replace(state, parts=WHOLE_BLOCKS))
     for budget in (30, 48, 65, 95, 96, 126):
         driver = make_driver(
@@ -169,16 +170,17 @@ def test_one_request_fits_the_smallest_pool_wherever_its_steps_end(block_size: i
     st.integers(0, 1),
     st.integers(0, 2**32),
 )
-def test_no_row_ever_has_more_inputs_than_a_plan_counts(
+def test_no_row_ever_has_more_inputs_or_states_than_a_plan_counts(
     sizes: tuple[int, int], num_drafts: int, lookahead: int, budget: int, caching: bool, depth: int, seed: int
 ) -> None:
     """Several rows, hits, preemptions and results that come late, in a pool that one request fills."""
     chunk, block_size = sizes
-    rng, unit = random.Random(seed), min(sizes)
+    rng = random.Random(seed)
     num_drafts = min(num_drafts, chunk // 2 - 1)
+    unit = 1 if num_drafts else min(sizes)
     lookahead = min(lookahead, chunk) * (num_drafts > 0)
     groups = (full(block_size), *states(chunk, block_size, blocks=2, unit=unit))
-    policy, most = make_policies(groups)[1], budget + num_drafts + lookahead
+    policies, most = make_policies(groups), budget + num_drafts + lookahead
     driver = make_driver(
         groups,
         num_drafts=num_drafts,
@@ -199,8 +201,9 @@ def test_no_row_ever_has_more_inputs_than_a_plan_counts(
             return
         driver.step(depth)
         for entry in driver.scheduler.kv._entries.values():
-            held = sum(block != 0 for block in entry.tables[1]) / groups[1].parts.blocks
-            assert held <= policy.peak_entries(160, most, drafts=num_drafts > 0)
+            for group, table, policy in list(zip(groups, entry.tables, policies, strict=True))[1:]:
+                held = sum(block != 0 for block in table) / group.parts.blocks
+                assert held <= policy.peak_entries(160, most, drafts=num_drafts > 0)
     pytest.fail("a request waits for ever")
 
 
@@ -230,7 +233,9 @@ KINDS = [(full(),), (full(8),), (sliding(9),), states(8), states(16, blocks=2), 
 @given(st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), st.integers(0, 2**32))
 def test_H_4_a_hit_is_the_longest_that_all_groups_can_continue_from(kinds, seed: int) -> None:
     """Against all lengths, one by one, after some traffic and with some blocks lost."""
-    groups = tuple(group for kind in kinds for group in kind)
+    found = [group for kind in kinds for group in kind]
+    unit = min(group.block_size for group in found)
+    groups = tuple(dataclasses.replace(group, unit=unit) if group.kind == "state" else group for group in found)
     rng = random.Random(seed)
     kv = KVManager(groups, 400, secret=b"test")
     tokens = [rng.randrange(100) for _ in range(90)]
@@ -251,15 +256,15 @@ def test_H_4_a_hit_is_the_longest_that_all_groups_can_continue_from(kinds, seed:
     names: list[bytes] = []
     kv._chain.extend(names, tokens, "", len(tokens) // kv.block_size)
     column = 0
-    found: list[list[bool]] = []
+    is_there: list[list[bool]] = []
     for group in groups:
         ratio = group.block_size // kv.block_size
         columns = [kv._pool.cached(column + j) for j in range(group.parts.blocks)]
-        found.append([all(name in own for own in columns) for name in names[ratio - 1 :: ratio]])
+        is_there.append([all(name in own for own in columns) for name in names[ratio - 1 :: ratio]])
         column += len(columns)
 
     def accepted(length: int) -> bool:
-        for group, policy, own in zip(groups, make_policies(groups), found, strict=True):
+        for group, policy, own in zip(groups, make_policies(groups), is_there, strict=True):
             if group.kind != "state" and length % group.block_size:
                 return False
             if not all(own[policy.first_needed(length) : group.num_entries(length)]):

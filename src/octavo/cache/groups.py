@@ -69,6 +69,11 @@ class CacheGroup:
             return -(-num_tokens // self.unit) * self.unit // self.block_size
         return -(-num_tokens // self.block_size)
 
+    def num_written(self, num_tokens: int) -> int:
+        """Blocks of a request's list that `num_tokens` tokens have written, null blocks among them."""
+        state = self.kind == "state"
+        return num_tokens // self.block_size * self.parts.blocks if state else self.num_blocks(num_tokens)
+
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks of a request's list that `num_tokens` tokens need, null blocks among them."""
         return self.num_entries(num_tokens) * self.parts.blocks
@@ -92,14 +97,20 @@ def table_of_each(groups: Sequence[CacheGroup], sizes: Sequence[int | None] = ()
 
 
 def make_groups(
-    specs: Sequence[LayerSpec], block_size: int, itemsize: int = 2, *, snapshot_interval: int = 1
+    specs: Sequence[LayerSpec],
+    block_size: int,
+    itemsize: int = 2,
+    *,
+    snapshot_interval: int = 1,
+    drafts: bool = False,
 ) -> tuple[CacheGroup, ...]:
     """Deal layers with `specs` into groups, full attention first, states last. itemsize: bytes of a cached element.
 
     Layers of attention that keep the same form a class. The smallest class sets the group size (so that few pages of a
     block stay empty) unless the largest class is at most half as large again: then one group per class wastes less.
-    Layers of a class are dealt round robin. snapshot_interval: CacheGroup.interval. Raises ValueError for states that
-    cannot be cut at `block_size` tokens, and where no layer keeps anything.
+    Layers of a class are dealt round robin. snapshot_interval: CacheGroup.interval. drafts: a row keeps a state
+    until it is known to have passed the next border, so the one behind that gets blocks no earlier than it is written.
+    Raises ValueError for states that cannot be cut at `block_size` tokens, and where no layer keeps anything.
     """
     classes: dict[CacheGroup, list[int]] = {}
     states: dict[StateSpec, list[int]] = {}
@@ -118,7 +129,10 @@ def make_groups(
         num_groups = 1 if kind.kind == "encoder_only" else -(-len(layers) // size)
         groups += [dataclasses.replace(kind, layers=tuple(layers[first::num_groups])) for first in range(num_groups)]
     attention = unify_page_sizes(groups, itemsize) if groups else ()
-    return (*attention, *_state_groups(states, attention, block_size, itemsize, snapshot_interval))
+    of_states = _state_groups(states, attention, block_size, itemsize, snapshot_interval)
+    if drafts:
+        of_states = [dataclasses.replace(group, unit=1) for group in of_states]
+    return (*attention, *of_states)
 
 
 def _class_of(spec: AttentionSpec, layer: int, block_size: int) -> CacheGroup:

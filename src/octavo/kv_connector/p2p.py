@@ -289,7 +289,7 @@ class _P2PConnector(SilentConnector):
         if len(self._addresses) > 1:
             return {**told, _ADDRESSES: self._addresses}
         tables = [
-            list(table[: group.num_blocks(save.end)]) for group, table in zip(self._groups, save.blocks, strict=True)
+            list(table[: group.num_written(save.end)]) for group, table in zip(self._groups, save.blocks, strict=True)
         ]
         # a step in flight still writes the last token's K and V: who asks is told of such blocks, behind it
         if self._names_blocks and not request.num_in_flight and sum(map(len, tables)) <= MAX_BLOCKS:
@@ -377,7 +377,7 @@ def _moving(transfer: Transfer, groups: Sequence[CacheGroup]) -> tuple[list[int]
     blocks: list[int] = []
     places: list[tuple[int, int]] = []
     for index, (group, table) in enumerate(zip(groups, transfer.blocks, strict=True)):
-        first, last = transfer.start // group.block_size * group.parts.blocks, group.num_blocks(transfer.end)
+        first, last = transfer.start // group.block_size * group.parts.blocks, group.num_written(transfer.end)
         moving = [place for place in range(first, min(last, len(table))) if table[place]]
         blocks += [table[place] for place in moving]
         places += [(index, place) for place in moving]

@@ -75,7 +75,7 @@ class RequestRows:
         self.max_len = self._numbers[3]  # num_tokens of a request that reached its max_tokens
         self.check_at = self._numbers[4]  # num_tokens from which a new token needs a look at its request
         self.num_entered = self._numbers[5]  # num_tokens at the row's beginning
-        self.num_reserved = self._numbers[6]  # tokens that its blocks have room for, or fewer; of drafts alone
+        self.num_reserved = self._numbers[6]  # tokens up to which it needs no blocks, or fewer; of drafts alone
         self.first_place = self._numbers[7]  # token p, if it is new, is in cells[first_place + p, row]
         self.needs_update = np.zeros(num_rows, np.bool_)  # every new token needs one
         # Behind a row's tokens is anything. A column for each row, so that what rows have not come to takes no memory.

@@ -47,8 +47,12 @@ class Advancing:
         """
         self._groups, self._pool, self._is_on = list(zip(groups, policies, strict=True)), pool, is_on
         self._num_plain = sum(group.parts.blocks for group in groups if group.is_attention)
+        self._size, self._num_unsure = min(group.block_size for group in groups), num_unsure
         self._inputs = [group for group in groups if group.kind == "inputs"]
         self._states = [(index, group) for index, group in enumerate(groups) if group.kind == "state"]
+        # of states that get blocks within a block of tokens: (tokens of a chunk, the last of it in which they do)
+        self._late = {(group.block_size, group.unit) for _, group in self._states if group.unit < self._size}
+        assert num_unsure > 2 or not self._late, "rows without drafts are looked at where a block of tokens ends alone"
         of_states = [*self._inputs, *(group for _, group in self._states)]
         self._most = {group: most_decoding(group, 0 if is_on else num_unsure) for group in of_states}
         chunks = [group.parts.blocks * -(-group.chunk // group.block_size) for group in self._inputs]
@@ -124,6 +128,21 @@ class Advancing:
             entries = range(length // group.parts.blocks, group.num_entries(num_tokens))
             written.append([policy.is_written(index, low) for index in entries])
         return written
+
+    def room_of(self, num_tokens: int) -> int:
+        """Up to how many tokens a row with drafts that has the blocks of `num_tokens` needs no look.
+
+        Beyond it lacks blocks; or it has surely passed a border, so that it can give back the state before and the
+        inputs of the chunk between.
+        """
+        room = -(-num_tokens // self._size) * self._size
+        for chunk, unit in self._late:
+            num_states = -(-num_tokens // unit) * unit // chunk
+            room = min(room, (num_states + 1) * chunk - unit)
+            passed = num_tokens // chunk * chunk + self._num_unsure
+            if chunk <= num_tokens < passed:
+                room = min(room, passed - 1)
+        return room
 
     def has_room(self, num_requests: int) -> bool:
         """Whether enough blocks are free that each request may have a state more, and an open chunk beside it."""

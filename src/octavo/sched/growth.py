@@ -60,36 +60,39 @@ class Growth:
 
         A decode inside a block needs none. Returns whether somebody was preempted: the last ones in order.
         """
-        starts = self._running.rows.num_computed[at]
-        if self._drafting.most:
-            places = self.reserve_runs(at, starts, num_new, work)
-        else:
-            places = ((starts % self._kv.block_size == 0) | (num_new > 1)).nonzero()[0]
-            if len(places) and num_new[places].max() == 1:
-                own, at_first = at[places], starts[places]
-                places = NO_INTS if self.extend(own, at_first, at_first + 1, work) else places
+        places = self.reserve(at, self._running.rows.num_computed[at], num_new, work)
         if not len(places):
             return False
         self._grow_each(at, num_new, places.tolist(), work)
         return bool(work.victims)
 
-    def reserve_runs(self, at: IntArray, starts: IntArray, num_new: IntArray, work: PlanBuilder) -> IntArray:
-        """`grow` where rows may verify drafts; starts: [N], what each has computed.
+    def reserve(self, at: IntArray, starts: IntArray, num_new: IntArray, work: PlanBuilder) -> IntArray:
+        """`grow` as far as no row takes a look; starts: [N], what each has computed.
 
-        Returns those that lack blocks, by their places in `at`, if it takes a look at each: nothing is done then.
+        Returns those that do, by their places in `at`: nothing is done then.
         """
+        if self._drafting.most:
+            return self._reserve_runs(at, starts, num_new, work)
+        places = ((starts % self._kv.block_size == 0) | (num_new > 1)).nonzero()[0]
+        if len(places) and num_new[places].max() == 1:
+            own, at_first = at[places], starts[places]
+            places = NO_INTS if self._extend(own, at_first, at_first + 1, work) else places
+        return places
+
+    def _reserve_runs(self, at: IntArray, starts: IntArray, num_new: IntArray, work: PlanBuilder) -> IntArray:
+        """`reserve` where rows may verify drafts."""
         reserved, size = self._running.rows.num_reserved, self._kv.block_size
         ends = starts + (num_new + self._drafting.lookahead)
         places = (ends > reserved[at]).nonzero()[0]
         if not len(places):
             return NO_INTS
         rows, ends = at[places], np.minimum(ends[places], self._max_model_len)
-        if not self.extend(rows, starts[places], ends, work):
+        if not self._extend(rows, starts[places], ends, work):
             return places
         reserved[rows] = -(-ends // size) * size
         return NO_INTS
 
-    def extend(self, rows: IntArray, starts: IntArray, ends: IntArray, work: PlanBuilder) -> bool:
+    def _extend(self, rows: IntArray, starts: IntArray, ends: IntArray, work: PlanBuilder) -> bool:
         """A block for each of `rows`, which go from `starts` to `ends`; False, and nothing is done: see KVManager."""
         owners = [self._running.owners[row] for row in rows.tolist()]
         blocks = self._kv.reserve_each(owners, starts.tolist(), ends.tolist())
@@ -100,7 +103,6 @@ class Growth:
 
     def _grow_each(self, at: IntArray, num_new: IntArray, places: list[int], work: PlanBuilder) -> None:
         growth: list[tuple[int, list[list[int]]]] = []  # (row, per group its new blocks)
-        size = self._kv.block_size
         for place in places:
             row = int(at[place])
             if row in work.victims:
@@ -117,8 +119,9 @@ class Growth:
                 if victim is request:
                     break
             else:
-                self._kv.publish(request, request.num_computed + count)
-                self._running.rows.num_reserved[row] = -(-(request.num_computed + count + ahead) // size) * size
+                end = request.num_computed + count
+                self._kv.publish(request, end)
+                self._running.rows.num_reserved[row] = self._kv.room_of(end + ahead)
             if blocks:
                 growth.append((row, blocks))
         work.growth = pack(growth)

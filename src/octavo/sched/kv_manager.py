@@ -22,7 +22,6 @@ from collections.abc import Iterable, Sequence
 
 from octavo.cache.groups import CacheGroup
 from octavo.cache.policies import lost_prefixes, make_policies
-from octavo.plan import IntArray
 from octavo.request.request import Request
 from octavo.sched.advancing import NO_MOVES, Advancing, Moves
 from octavo.sched.block_pool import NULL_BLOCK, BlockPool, HashChain
@@ -95,6 +94,8 @@ class KVManager:
         self._num_blocks = [group.parts.blocks for group in groups]  # of an entry
         self._pool = BlockPool(num_blocks, sum(self._num_blocks))
         self._advancing = Advancing(self._groups, self._policies, self._pool, is_on=advances, num_unsure=num_unsure)
+        self.headroom, self.growth = self._advancing.headroom, self._advancing.growth
+        self.room_of = self._advancing.room_of
         self._prefixes = Prefixes(groups, self._policies, self._pool)
         self.unit = self._prefixes.unit  # hits are multiples of so many tokens
         self._chain = HashChain(self.block_size, secret=secret, identity=identity.encode(), num_ahead=num_next_tokens)
@@ -221,14 +222,6 @@ class KVManager:
             return None
         entry.num_tokens = max(entry.num_tokens, end)
         return new
-
-    def headroom(self, num: int, computed: IntArray) -> int:
-        """See Advancing."""
-        return self._advancing.headroom(num, computed)
-
-    def growth(self, computed: IntArray, num_new: int) -> int:
-        """See Advancing."""
-        return self._advancing.growth(computed, num_new)
 
     def reserve_each(self, requests: Sequence[Request], starts: Sequence[int], ends: Sequence[int]) -> list[int] | None:
         """What `reserve` gives each to reach ends[i] tokens, where that is a block: requests[i] has computed starts[i].

@@ -336,14 +336,13 @@ class Scheduler:
         """What each running request computed in the last step. False, and nothing is done: it takes a closer look."""
         rows, at, (num_new, by_row, drafts) = self._running.rows, self._running.at, self._repeated
         starts = rows.num_computed[at]
+        if len(drafts) and not self.drafting.has_room(at):
+            return False
+        if len(self._growth.reserve(at, starts, num_new, work)):
+            return False
         if len(drafts):
-            if not self.drafting.has_room(at) or len(self._growth.reserve_runs(at, starts, num_new, work)):
-                return False
             work.num_drafts, work.computed = drafts, starts
         else:
-            places = (starts % self.kv.block_size == 0).nonzero()[0]
-            if len(places) and not self._growth.extend(at[places], starts[places], starts[places] + 1, work):
-                return False
             work.has_room_ahead = not self.drafting.lookahead
         work.rows, work.num_tokens, work.num_sampling = at, num_new, len(at)
         work.budget -= len(at) * num_new.item(0)

@@ -49,8 +49,8 @@ def plan_cache(
     buffer_bytes: what they keep for themselves with such tables. moves_runs: of the connector, see its Kind.
     Raises ValueError, naming what each takes, or the numbers of what does not fit.
     """
-    itemsize = ITEMSIZE[resolved.kv_cache_dtype]
-    groups = make_groups(specs, resolved.block_size, itemsize, snapshot_interval=resolved.snapshot_interval)
+    itemsize, interval = ITEMSIZE[resolved.kv_cache_dtype], resolved.snapshot_interval
+    groups = make_groups(specs, resolved.block_size, itemsize, snapshot_interval=interval, drafts=max_num_drafts > 0)
     names = backend_of_layers(resolved, len(specs), arch.layers_of_each)
     given, in_order = {facts.name: facts for facts in backends}, [resolved.attention_backend, *names]
     facts = {name: given[name] for name in in_order if name in names}  # whose preferences count first

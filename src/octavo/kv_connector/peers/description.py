@@ -112,7 +112,7 @@ def describe(
                 num_heads=count,
                 total_heads=group.num_heads,
                 head_bytes=group.num_channels * itemsize,
-                parts="" if group.is_attention else repr((group.parts, group.unit)),
+                parts="" if group.is_attention else repr(group.parts),
             )
         )
     return CacheDescription(
