@@ -112,12 +112,12 @@ def test_S_6_S_7_drafts_follow_from_a_rows_tokens_alone(
     stats = engine.scheduler.kv.stats
     assert name != "small pool" or engine.scheduler.num_preemptions > 0
     engine.close()
-    usual = make(None, **fields)
-    for _ in range(2):
-        run(usual, jobs)
-    if name != "small pool":
+    if name in ("chunks", "rows come and go"):  # no backend has a say in what is found
+        usual = make(None, **fields)
+        for _ in range(2):
+            run(usual, jobs)
         assert stats.hits == usual.scheduler.kv.stats.hits > 0
-    usual.close()
+        usual.close()
 
 
 def test_drafts_are_those_of_transformers_module(assistant: Path, model_folder: Path) -> None:
