@@ -22,7 +22,7 @@ Result = list[tuple[list[int], list[float]]]
 def _params(count: int) -> list[SamplingParams]:
     return [
         SamplingParams(
-            temperature=0.9 if index % 2 else 0.0,
+            temperature=0.0 if index % 2 else 0.9,
             top_p=0.95,
             seed=1000 + index,
             max_tokens=NUM_OUTPUT,
