@@ -71,6 +71,8 @@ def test_every_setting(
     llm = make_llm(dtype=dtype, **SETTINGS[name])
     for _ in range(num_rounds(SETTINGS[name])):
         assert _results(llm, held_out_prompts) == alone[dtype]
+    if "small pool" in name:
+        assert llm.engine.scheduler.num_preemptions > 0
 
 
 @pytest.mark.parametrize(
