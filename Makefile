@@ -14,6 +14,8 @@ TYPES_SAY := $(VENV)/.octavo-types
 # A process a processor and one more, since some wait, each taking whole files in order: a module's reference results
 # are computed once.
 TEST_PROCESSES ?= -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# The plugins that the tests need, by name: what installs others has pytest rewrite their packages in each process.
+TEST_PLUGINS := -p xdist.plugin -p pytest_timeout -p _hypothesis_pytestplugin
 # Of the engines on a GPU, side by side: their kernels are compiled meanwhile, and each takes 1 GB there.
 GPU_TEST_PROCESSES ?= -n logical --maxprocesses 16 --dist loadgroup
 # What is linted and formatted.
@@ -58,11 +60,14 @@ demo: $(PACKAGE)
 
 # Each test process computes on one thread, its engines too, unless a test asks for more.
 # Modules are compiled here where Python is told to keep no bytecode: else each server that a test starts does it again.
+# And assertions are rewritten here, once for all test processes.
 # Types are checked beside the tests: mypy takes one core, for a while. What it finds is said last.
 test: $(TESTS) style
 	$(PY) -m compileall -q -j 0 src
+	$(PY) tools/rewrite_tests.py
 	@$(PY) -m mypy >$(TYPES_SAY) 2>&1 & types=$$!; \
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -q $(TEST_PROCESSES); tests=$$?; \
+	export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; \
+	$(PY) -m pytest -q $(TEST_PLUGINS) $(TEST_PROCESSES); tests=$$?; \
 	wait $$types || { cat $(TYPES_SAY); exit 1; }; \
 	exit $$tests
 

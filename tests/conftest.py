@@ -21,6 +21,8 @@ import pytest
 
 from patience import patient
 
+LONG = ("tests/states/test_state_kernels.py", "tests/ops/test_ops_interpreted.py")
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """One process more than there are cores: a third of the tests' time they wait, for servers and for deadlines."""
     return (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with a process that takes minutes begin first: one that began last would end when all others are done."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
 @pytest.hookimpl(hookwrapper=True)

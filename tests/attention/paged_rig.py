@@ -217,7 +217,7 @@ def check_long_rows_are_merged_to_the_same_bits() -> None:
     """Where a batch may have long rows, a kernel of its own folds those."""
     history = make_history(5, 1500, 4, 2, 16, torch.float16)
     rows = [(history, 1500, 2), (history, 300, 1), (history, 1290, 3)]
-    for options in ({}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"window": 1200}):
+    for options in ({}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]), "window": 1200}):
         expected = attend(make_batch(rows, 16), processors=FEW, **dict(options))
         with mock.patch.multiple(paged_plan, _FOLDS=4, _LONG=5):
             for processors in (FEW, MANY):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, cast
 
 import pytest
@@ -88,8 +89,16 @@ def make_backend(name: str, dtype: torch.dtype, spec: AttentionSpec | None = Non
     return backend(taken, dtype, CPU)
 
 
-def third_of_settings(number: int) -> list[Setting]:
-    return SETTINGS[number % 3 :: 3]
+def some_settings(name: str, number: int) -> list[Setting]:
+    """A third of the settings for a backend whose kernels are compiled for each type, and a sixth for one of torch's
+    operators, which look at no type where they address the cache."""
+    parts = 3 if name == "cpu" else 6
+    return SETTINGS[number % parts :: parts]
+
+
+def number_of(name: str, dtype: torch.dtype, shape: str, spec: str) -> int:
+    """Of a case among those that share out the settings."""
+    return [*SHAPES].index(shape) + [*SPECS].index(spec) + CASES.index((name, dtype))
 
 
 def tensors_of(spec: AttentionSpec) -> LayerTensors:
@@ -114,14 +123,14 @@ def assert_near(out: torch.Tensor, expected: torch.Tensor) -> None:
 def test_INV_6_every_layout_and_kernel_block_size(name: str, dtype: torch.dtype, shape: str, spec: str) -> None:
     """Unused blocks, slots and table columns are poison. Reproducible backends give the same bits in all settings.
 
-    Every shape and every spec meet every layout and every size of blocks; a third of the pairs of those for each case,
-    another one for the next.
+    Every dtype, every shape and every spec meet every layout and every size of blocks: a part of the pairs of those for
+    each case, another one for the next.
     """
     backend, rows = make_backend(name, dtype, SPECS[spec]), make_rows(shape, dtype)
     layer = tensors_of(SPECS[spec])
     plain = make_step(rows, PLAIN).run(backend, SPECS[spec], layer)
     assert_near(plain, attend_plainly(rows, SPECS[spec], layer.sinks))
-    for setting in third_of_settings([*SHAPES].index(shape) + [*SPECS].index(spec)):
+    for setting in some_settings(name, number_of(name, dtype, shape, spec)):
         if takes(name, setting):
             out = make_step(rows, setting, seed=3).run(backend, SPECS[spec], layer)
             if backend.capability.reproducible:
@@ -308,11 +317,13 @@ def test_the_first_layer_of_each_pass_stands_for_all() -> None:
         inputs.check_call(q, kv, q[:4])
 
 
-def test_a_third_of_the_settings_has_every_layout_and_every_size() -> None:
-    layouts, *sizes = zip(*SETTINGS, strict=True)
-    for number in range(3):
-        some, *of_some = zip(*third_of_settings(number), strict=True)
-        assert set(some) == set(layouts) and set(zip(*of_some, strict=True)) == set(zip(*sizes, strict=True))
+@pytest.mark.parametrize("name", backends_here())
+def test_the_parts_of_the_settings_are_whole_for_every_dtype_shape_and_spec(name: str) -> None:
+    dtypes = [dtype for own, dtype in CASES if own == name]
+    cases = list(itertools.product(dtypes, SHAPES, SPECS))
+    for fact in {*dtypes, *SHAPES, *SPECS}:
+        met = [some_settings(name, number_of(name, *case)) for case in cases if fact in case]
+        assert {setting for some in met for setting in some} == {*SETTINGS}, fact
 
 
 def test_L3_1_views_that_backends_see_have_blocks_first() -> None:
@@ -355,16 +366,19 @@ SCALES = LayerTensors(key_scale=torch.tensor([0.02, 0.05]), value_scale=torch.te
 @pytest.mark.parametrize(("name", "dtype", "cache"), NARROW, ids=str)
 @pytest.mark.parametrize("spec", ["full", "window and soft cap", "sinks"])
 def test_narrow_caches_with_a_scale_per_head(name: str, dtype: torch.dtype, cache: torch.dtype, spec: str) -> None:
-    """What the cache holds, times the head's scale; the same bits in every layout and kernel block size."""
+    """What the cache holds, times the head's scale; the same bits in every layout and kernel block size.
+
+    A part of those for each case, another one for the next.
+    """
     make_backend(name, dtype)
     setup = dataclasses.replace(NO_SETUP, cache_dtype=cache)
     backend = BACKENDS.resolve(name)([SPECS[spec]], dtype, CPU, setup)
     scales = SCALES if cache in (torch.float8_e4m3fn, torch.int8) else NO_TENSORS
     layer = dataclasses.replace(scales, sinks=tensors_of(SPECS[spec]).sinks)
-    rows = make_rows("ragged", dtype)
+    rows, number = make_rows("ragged", dtype), NARROW.index((name, dtype, cache)) + [*SPECS].index(spec)
     plain = make_step(rows, PLAIN, cache=cache, scales=scales).run(backend, SPECS[spec], layer)
     assert_near(plain, attend_plainly(as_read(rows, cache, scales), SPECS[spec], layer.sinks))
-    for setting in SETTINGS[::3]:
+    for setting in some_settings(name, number):
         if takes(name, setting):
             step = make_step(rows, setting, seed=3, cache=cache, scales=scales)
             out = step.run(backend, SPECS[spec], layer)

@@ -30,7 +30,7 @@ def test_K4_G3_the_same_bits_at_every_block_size(
     params = SamplingParams(
         temperature=0.8,
         seed=5,
-        max_tokens=4 if slow else 48,
+        max_tokens=4 if slow else 24,
         logprobs=0,
         ignore_eos=True,
         extra_args=EXTRA if masked else None,

@@ -23,7 +23,7 @@ from octavo.model_state.default import DefaultModelState
 from octavo.plan import NewRow
 from octavo.speculate.step import DraftStep
 from test_drafters import JOBS, long_jobs
-from test_drafts import LONG, Counts, facts, params, run
+from test_drafts import LONG, Counts, facts, params, run, said_without
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +61,19 @@ class Proposed:
         return taken
 
 
+Cold = tuple[dict[str, Any], dict[tuple[str, int], list[int]]]
+
+
+@pytest.fixture(scope="module")
+def cold_runs() -> dict[int, Cold]:
+    """By how many requests there are: what each says, and what was drafted for it, from no cache."""
+    return {}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("in_flight", [False, True], ids=["alone", "one in flight"])
 def test_S_2_every_feature_gives_the_bits_of_no_drafts(assistant: Path, dtype: str, in_flight: bool) -> None:
-    plain = make(None, dtype=dtype)
-    expected = facts(run(plain, JOBS))
-    plain.close()
+    expected = facts(said_without(make, {"dtype": dtype}, JOBS))
     engine = make({"method": "dflash", "model": str(assistant)}, dtype=dtype, async_scheduling=in_flight)
     counts = Counts(engine)
     assert facts(run(engine, JOBS)) == expected
@@ -85,14 +92,15 @@ def test_S_2_every_feature_gives_the_bits_of_no_drafts(assistant: Path, dtype: s
     ],
 )
 def test_S_6_S_7_drafts_follow_from_a_rows_tokens_alone(
-    assistant: Path, name: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    assistant: Path, name: str, fields: dict[str, Any], cold_runs: dict[int, Cold], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After chunks, preemption, prefix hits and rejected drafts they are those of a row by itself; a hit is whole."""
     proposed, jobs = Proposed(monkeypatch), long_jobs(3 if name in ("flex", "reference") else 6)
-    alone = make(given(assistant), enable_prefix_caching=False, async_scheduling=False)
-    expected = facts(run(alone, jobs))
-    cold = proposed.take()
-    alone.close()
+    if len(jobs) not in cold_runs:
+        alone = make(given(assistant), enable_prefix_caching=False, async_scheduling=False)
+        cold_runs[len(jobs)] = facts(run(alone, jobs)), proposed.take()
+        alone.close()
+    expected, cold = cold_runs[len(jobs)]
     assert len({tuple(drafts) for drafts in cold.values()}) > len(cold) // 2, "they depend on the text"
     engine = make(given(assistant), **fields)
     for _ in range(2):
@@ -104,12 +112,12 @@ def test_S_6_S_7_drafts_follow_from_a_rows_tokens_alone(
     stats = engine.scheduler.kv.stats
     assert name != "small pool" or engine.scheduler.num_preemptions > 0
     engine.close()
-    usual = make(None, **fields)
-    for _ in range(2):
-        run(usual, jobs)
-    if name != "small pool":
+    if name in ("chunks", "rows come and go"):  # no backend has a say in what is found
+        usual = make(None, **fields)
+        for _ in range(2):
+            run(usual, jobs)
         assert stats.hits == usual.scheduler.kv.stats.hits > 0
-    usual.close()
+        usual.close()
 
 
 def test_drafts_are_those_of_transformers_module(assistant: Path, model_folder: Path) -> None:

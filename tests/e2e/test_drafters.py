@@ -29,7 +29,7 @@ from octavo.request.outputs import RequestOutput
 from octavo.request.sampling_params import SamplingParams
 from octavo.speculate.step import DraftBatches, DraftStep
 from random_models import DEEPSEEK, GEMMA, settings_of, token_prompts
-from test_drafts import EVERYTHING, LONG, PROMPTS, Counts, Job, facts, params, run
+from test_drafts import EVERYTHING, LONG, PROMPTS, Counts, Job, facts, params, run, said_without
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -90,9 +90,7 @@ def test_S_6_a_model_that_drafts_for_itself_is_never_rejected(
 ) -> None:
     """So its entries are those of a cold run after chunks, preemption, prefix hits, and in the rows of others."""
     jobs = long_jobs(8)
-    reference = make(None, **fields)
-    expected = facts(run(reference, jobs))
-    reference.close()
+    expected = facts(said_without(make, fields, jobs))
     engine = make(ITSELF, **fields, async_scheduling=in_flight)
     counts = Counts(engine)
     assert facts(run(engine, jobs)) == expected
@@ -192,9 +190,7 @@ def test_S_5_drafts_end_at_max_model_len(name: str, in_flight: bool) -> None:
     """Passes at the end of a row write to no slot of another: all rows reach max_model_len, beside each other."""
     jobs = [(LONG[: 30 + 7 * index], params(max_tokens=None, logprobs=1, seed=index)) for index in range(4)]
     fields: dict[str, Any] = {"max_model_len": 64}
-    reference = make(None, **fields)
-    expected = facts(run(reference, jobs))
-    reference.close()
+    expected = facts(said_without(make, fields, jobs))
     engine = make(SPEAKERS[name], **fields, async_scheduling=in_flight)
     counts = Counts(engine)
     assert facts(run(engine, jobs)) == expected

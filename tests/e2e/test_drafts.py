@@ -201,6 +201,19 @@ def test_every_feature_gives_the_bits_of_no_drafts(
         assert 0.2 * drafted < accepted < 0.9 * drafted
 
 
+_SAID: dict[str, dict[str, RequestOutput]] = {}
+
+
+def said_without(make: Callable[..., Engine], fields: dict[str, Any], jobs: Sequence[Job]) -> dict[str, RequestOutput]:
+    """What an engine without drafts says, once for all tests of a process: a test's parameters ask it again."""
+    key = repr((make.__module__, fields, jobs))
+    if key not in _SAID or "attention_mods" in fields:  # whose text names an address
+        engine = make(None, **fields)
+        _SAID[key] = run(engine, jobs)
+        engine.close()
+    return _SAID[key]
+
+
 def check_against(
     plain_fields: dict[str, Any],
     jobs: Sequence[Job],
@@ -214,9 +227,7 @@ def check_against(
 
     known: answers that go on where those of the jobs end.
     """
-    reference = make_engine(None, **plain_fields)
-    expected = run(reference, jobs)
-    reference.close()
+    expected = said_without(make_engine, plain_fields, jobs)
     oracle = Oracle()
     oracle.answers, oracle.wrong = [*known, *answers(expected)], wrong
     engine = make_engine(oracle, **{**plain_fields, **fields})

@@ -15,7 +15,7 @@ from drafter_rig import SPEAKERS, make
 from octavo.sampling import grammar
 from octavo.sampling.grammar import GrammarMask
 from octavo.sampling.told import Line, ToldTokens
-from test_drafts import PROMPTS, Counts, Job, facts, form, params, run
+from test_drafts import PROMPTS, Counts, Job, facts, form, params, run, said_without
 
 _NUMBER = {"type": "tag", "begin": "(", "content": {"type": "regex", "pattern": "[0-9]{1,3}"}, "end": ")"}
 FORMS: list[dict[str, Any]] = [
@@ -82,9 +82,7 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> list[Line]:
 def test_S_10_masks_behind_drafts_are_made_of_copies(
     blind: list[Line], name: str, fields: dict[str, Any], in_flight: bool
 ) -> None:
-    plain = make(None, **fields)
-    expected = facts(run(plain, JOBS))
-    plain.close()
+    expected = facts(said_without(make, fields, JOBS))
     assert not blind, "without a speculator drawn tokens are copied, and nothing else"
     given = SPEAKERS.get(name, {"method": "ngram", "prompt_lookup_min": 1})
     engine = make(given, **fields, async_scheduling=in_flight)

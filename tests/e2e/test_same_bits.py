@@ -1,4 +1,7 @@
-"""A seeded request gives the same tokens and bit-equal log-probabilities in every setting, in float32 and bfloat16."""
+"""A seeded request gives the same tokens and bit-equal log-probabilities in every setting, in float32 and bfloat16.
+
+Every other request is greedy.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,12 @@ Result = list[tuple[list[int], list[float]]]
 def _params(count: int) -> list[SamplingParams]:
     return [
         SamplingParams(
-            temperature=0.9, top_p=0.95, seed=1000 + index, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=0
+            temperature=0.0 if index % 2 else 0.9,
+            top_p=0.95,
+            seed=1000 + index,
+            max_tokens=NUM_OUTPUT,
+            ignore_eos=True,
+            logprobs=0,
         )
         for index in range(count)
     ]
@@ -63,6 +71,8 @@ def test_every_setting(
     llm = make_llm(dtype=dtype, **SETTINGS[name])
     for _ in range(num_rounds(SETTINGS[name])):
         assert _results(llm, held_out_prompts) == alone[dtype]
+    if "small pool" in name:
+        assert llm.engine.scheduler.num_preemptions > 0
 
 
 @pytest.mark.parametrize(

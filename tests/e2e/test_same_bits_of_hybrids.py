@@ -62,5 +62,5 @@ def test_H_8_every_setting(tmp_path: Path, family: str, dtype: str) -> None:
         if name == "preemption":
             settings = {"num_gpu_blocks_override": pool, "enable_prefix_caching": False}
         with LLM(**own | settings) as llm:
-            for _ in range(2):
+            for _ in range(1 if name == "preemption" else 2):  # nothing of the first round is left to a second
                 assert _results(llm, PROMPTS) == alone, name
