@@ -60,11 +60,9 @@ demo: $(PACKAGE)
 
 # Each test process computes on one thread, its engines too, unless a test asks for more.
 # Modules are compiled here where Python is told to keep no bytecode: else each server that a test starts does it again.
-# And assertions are rewritten here, once for all test processes.
 # Types are checked beside the tests: mypy takes one core, for a while. What it finds is said last.
 test: $(TESTS) style
 	$(PY) -m compileall -q -j 0 src
-	$(PY) tools/rewrite_tests.py
 	@$(PY) -m mypy >$(TYPES_SAY) 2>&1 & types=$$!; \
 	export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; \
 	$(PY) -m pytest -q $(TEST_PLUGINS) $(TEST_PROCESSES); tests=$$?; \

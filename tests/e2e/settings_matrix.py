@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
+
+import pytest
 
 # A pool of this many blocks holds a few of the prompts at once, so running together they preempt each other.
 SMALL_POOL = {"num_gpu_blocks_override": 24, "max_model_len": 320, "max_num_seqs": 50}
@@ -26,3 +29,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two threads": {"num_threads": 2, "max_num_seqs": 50},
     "five threads": {"num_threads": 5, "max_num_seqs": 50},
 }
+
+
+def some_first(own: Collection[str]) -> list[Any]:
+    """The settings as parameters of a test; all but `own` are slow ones, which run by name."""
+    return [name if name in own else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]

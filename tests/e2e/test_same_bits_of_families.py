@@ -52,18 +52,21 @@ def _results(llm: LLM, prompts: list[dict[str, list[int]]], first: int = 0) -> R
     return found
 
 
+@pytest.mark.parametrize(
+    "names", [OWN_SETTINGS, pytest.param([*SETTINGS], marks=pytest.mark.slow)], ids=["some", "all"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "shape",
     [OLMO3, PHI4, GLM4, GRANITE, SMOLLM3, SEED_OSS, EXAONE4, COHERE2, MIXTRAL],
     ids=lambda shape: shape["architectures"][0],
 )
-def test_every_setting(tmp_path: Path, shape: dict[str, Any], dtype: str) -> None:
+def test_every_setting(tmp_path: Path, shape: dict[str, Any], dtype: str, names: list[str]) -> None:
     own = {"max_model_len": 320, **settings_of(shape, tmp_path), "dtype": dtype}
     with LLM(**own, enable_prefix_caching=False) as llm:
         alone = [result for index, prompt in enumerate(PROMPTS) for result in _results(llm, [prompt], index)]
     assert len({tuple(tokens) for tokens, _ in alone}) == len(PROMPTS)
-    for name in OWN_SETTINGS:
+    for name in names:
         settings = SETTINGS[name]
         if "num_gpu_blocks_override" in settings:
             count = SMALL_POOLS.get(shape["architectures"][0], settings["num_gpu_blocks_override"])
