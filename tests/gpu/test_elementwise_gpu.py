@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 import gpu_rig
+import quantized_rig
 from gpu_rig import BF16, F16, F32, HEADS, RopeCase, heavy
 from octavo.ops.activation import gated_activation
 from octavo.ops.cache_write.zero_blocks import zero_blocks
@@ -59,6 +60,12 @@ def test_embedding_equals_the_reference(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", HEADS)
 def test_rope_equals_the_reference(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     gpu_rig.check_rope("cuda", dtype, shape, 100)
+
+
+@pytest.mark.parametrize("scales", [quantized_rig.EXACT, quantized_rig.ODD, quantized_rig.UNUSUAL])
+def test_every_value_of_a_quantized_cache_is_rounded_as_torch_rounds(scales: tuple[float, ...]) -> None:
+    quantized_rig.check_quotients("cuda", scales)
+    quantized_rig.check_every_value("cuda", scales)
 
 
 @pytest.mark.parametrize(("width", "dtype"), [(1024, BF16), (2560, BF16), (4096, BF16), (1000, F16), (2560, F32)])

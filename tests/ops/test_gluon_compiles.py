@@ -33,7 +33,10 @@ from octavo.ops.compile import launch  # noqa: E402
 from octavo.ops.embedding import beside_gemv  # noqa: E402
 from octavo.ops.gemm import gemv, held_gemm, streamed_gemm  # noqa: E402
 from octavo.ops.inputs.tensors import DraftRows, RowTensors  # noqa: E402
+from octavo.ops.latent import LatentState  # noqa: E402
+from octavo.ops.latent import gpu as latent  # noqa: E402
 from octavo.ops.rope import Rotation  # noqa: E402
+from octavo.ops.rope import gpu as rope  # noqa: E402
 from octavo.ops.sampling import drafts_gpu, drafts_head  # noqa: E402
 from octavo.ops.sampling import gpu as drawing  # noqa: E402
 
@@ -167,6 +170,18 @@ def test_prompts(
         key_scale=scale,
         value_scale=scale,
     )
+
+
+@pytest.mark.parametrize("stored", [FP8, torch.int8])
+def test_stores_in_8_bits(compiled: list[Any], stored: torch.dtype) -> None:
+    """Triton's own language too: a scale is one for a program in a latent cache, and one for a head elsewhere."""
+    ints, scale = torch.zeros(4, dtype=torch.int64), torch.ones(2)
+    for scales in ((scale, scale), (None, None)):
+        given = (torch.zeros(4, 6 * 64, dtype=BF16), ints, torch.zeros(64, 64), None, None, 1e-6, 2, 2, 64)
+        rope.qk_norm_rope_store(*given, cache(16, 64, stored), ints, 1.0, *scales)
+    q, state = torch.zeros(4, 2, 64, dtype=BF16), torch.zeros(4, 512 + 64, dtype=BF16)
+    layer = LatentState(torch.zeros(64, 64), torch.ones(512), 1e-6, False, scale[:1])
+    latent.latent_rope_store(layer, q, state, ints, torch.zeros_like(q), cache(16, 288, stored, 1), ints)
 
 
 @pytest.mark.parametrize(("block", "group", "normed"), [(64, 2, True), (16, 7, False)])

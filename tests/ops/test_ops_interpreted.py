@@ -14,11 +14,12 @@ import flex_rig
 import gpu_rig
 import matmul_rig
 import moe_rig
+import quantized_rig
 from interpreted import run_rig
 
 CASES = [
     (rig, check)
-    for rig in (gpu_rig, matmul_rig, moe_rig, flex_rig, backward_rig, draft_rig)
+    for rig in (gpu_rig, matmul_rig, moe_rig, flex_rig, backward_rig, draft_rig, quantized_rig)
     for check in rig.INTERPRETED
 ]
 

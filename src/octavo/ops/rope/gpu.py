@@ -29,15 +29,16 @@ def _divided(x, scale):
     """x / scale, rounded once, as `tl.div_rn` has it but that a branch is taken once, and not for each number.
 
     Twice what is left is divided by the rounded inverse (Markstein 1990, IBM J. Res. Dev. 34). A quotient of 2^60 and
-    more is cut behind this, and one that is less than 2^-60 is 0, so neither must be exact.
+    more is cut behind this, and one that is less than 2^-60 is 0, so neither must be exact. What is left of a zero
+    would take its sign. scale: a number, or one for some of x.
     """
     is_usual = (scale > 2.0**-60) & (scale < 2.0**60)
-    if tl.min(tl.ravel(is_usual.to(tl.int32)), 0) > 0:
+    if tl.min(tl.ravel(tl.zeros((1,), tl.int32) + is_usual.to(tl.int32)), 0) > 0:
         inverse = tl.div_rn(1.0, scale)
         near = x * inverse
         quotient = tl.fma(tl.fma(-scale, near, x), inverse, near)
         quotient = tl.fma(tl.fma(-scale, quotient, x), inverse, quotient)
-        quotient = tl.where(tl.abs(near) < 2.0**60, quotient, near)
+        quotient = tl.where((tl.abs(near) < 2.0**60) & (near != 0.0), quotient, near)
     else:
         quotient = tl.div_rn(x, scale)
     return quotient
