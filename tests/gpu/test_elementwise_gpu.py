@@ -62,7 +62,7 @@ def test_rope_equals_the_reference(shape: tuple[int, int, int, int], dtype: torc
     gpu_rig.check_rope("cuda", dtype, shape, 100)
 
 
-@pytest.mark.parametrize("scales", [quantized_rig.EXACT, quantized_rig.ODD, quantized_rig.UNUSUAL])
+@pytest.mark.parametrize("scales", [quantized_rig.USUAL, quantized_rig.UNUSUAL])
 def test_every_value_of_a_quantized_cache_is_rounded_as_torch_rounds(scales: tuple[float, ...]) -> None:
     quantized_rig.check_quotients("cuda", scales)
     quantized_rig.check_every_value("cuda", scales)
