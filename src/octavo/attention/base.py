@@ -278,7 +278,7 @@ class FusedRopeBackend(AttentionBackend, Protocol):
     def rotates(self, rotation: Rotation, kv: torch.Tensor, spec: AttentionSpec) -> bool:
         """Whether `run_fused_rope` serves the step's rows in such a layer.
 
-        That brings no LayerTensors but the scales of a quantized cache, which are the rotation's: no for a spec with sinks.
+        A layer's tensors do not come with that, but for the rotation's scales of a quantized cache: not with sinks.
         """
 
     def run_fused_rope(
