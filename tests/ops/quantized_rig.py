@@ -11,7 +11,7 @@ from octavo.ops.rope import gpu as gpu_rope
 from octavo.ops.rope import rope_table
 
 _SIZE, _BLOCK = 256, 16
-USUAL = (1.0, 0.25, 2.0**-59, 2.0**59, 0.02, 0.1 / 3, 1e-6, 1.9999999, 1.0000001, 7e17)
+USUAL = (1.0, 0.25, 0.02, 0.1 / 3, 1e-6, 1.9999999, 1.0000001, 2.0**-59, 7e17)
 UNUSUAL = (0.0, -0.5, 2.0**-60, 1e-42, 3e38, float("inf"), float("nan"))
 
 

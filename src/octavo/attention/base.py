@@ -276,7 +276,10 @@ class FusedRopeBackend(AttentionBackend, Protocol):
     """One that can also do what lies between a layer's projection and its attention."""
 
     def rotates(self, rotation: Rotation, kv: torch.Tensor, spec: AttentionSpec) -> bool:
-        """Whether `run_fused_rope` serves the step's rows in such a layer."""
+        """Whether `run_fused_rope` serves the step's rows in such a layer.
+
+        A layer's tensors do not come with that, but for the rotation's scales of a quantized cache: not with sinks.
+        """
 
     def run_fused_rope(
         self, projected: torch.Tensor, rotation: Rotation, kv: torch.Tensor, spec: AttentionSpec, out: torch.Tensor
