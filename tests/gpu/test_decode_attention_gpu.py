@@ -99,6 +99,9 @@ def test_caches_of_8_bits(stored, heads, kv_heads, size, dtype, block_size, head
     ):
         plain = to_device(make_batch(some, block_size, seed=heads, heads_last=heads_last), DEVICE)
         _same_bits(narrowed(plain, stored), **scales, **options)
+    with mock.patch.multiple(paged_plan, _FOLDS=4, _LONG=5):  # long rows are left to be merged
+        plain = to_device(make_batch(rows, block_size, seed=heads, heads_last=heads_last), DEVICE)
+        _same_bits(narrowed(plain, stored), **scales)
 
 
 def test_a_prompt_over_a_cache_of_8_bits_has_the_bits_of_its_tokens_one_by_one() -> None:

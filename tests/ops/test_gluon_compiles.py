@@ -6,6 +6,7 @@ down to machine code. What the kernels compute is for the tests on a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,16 +26,18 @@ from octavo.ops.attention import (  # noqa: E402
     paged,
     paged_plan,
     prefill,
+    rope_decode,
     rope_decode_kernel,
     rope_verify_kernel,
 )
 from octavo.ops.attention.mask_spec import MaskSpec  # noqa: E402
 from octavo.ops.compile import launch  # noqa: E402
+from octavo.ops.compile.tensor_maps import ALIGNED  # noqa: E402
 from octavo.ops.embedding import beside_gemv  # noqa: E402
 from octavo.ops.gemm import gemv, held_gemm, streamed_gemm  # noqa: E402
 from octavo.ops.inputs.tensors import DraftRows, RowTensors  # noqa: E402
-from octavo.ops.latent import LatentState  # noqa: E402
 from octavo.ops.latent import gpu as latent  # noqa: E402
+from octavo.ops.latent.state import LatentState  # noqa: E402
 from octavo.ops.rope import Rotation  # noqa: E402
 from octavo.ops.rope import gpu as rope  # noqa: E402
 from octavo.ops.sampling import drafts_gpu, drafts_head  # noqa: E402
@@ -123,7 +126,7 @@ def test_rows(
     projected = torch.zeros(4, (2 * group + 4) * size, dtype=dtype)
     sinks = torch.zeros(2 * group) if with_sinks else None
     work, parts, stats = torch.zeros(512, dtype=torch.int32), torch.zeros(4096), torch.zeros(64)
-    counters, scale = torch.zeros(64, dtype=torch.int32), torch.ones(2) if stored else None
+    counters, scale = torch.zeros(64, dtype=torch.int32), torch.ones(2) if stored and with_sinks else None
     for of_q, rotation in ((q, None), (projected, rotation_of(size, normed=not cap))):
         assert decode.launch(
             of_q, cache(block, size, stored or dtype), torch.zeros_like(q), *lengths(), work, work[264:],
@@ -153,7 +156,7 @@ def test_prompts(
     stored: torch.dtype | None,
 ) -> None:
     q, numbers = torch.zeros(256, 2 * group, size, dtype=dtype), torch.zeros(8, dtype=torch.int32)
-    scale = torch.ones(2) if stored else None
+    scale = torch.ones(2) if stored and cap else None
     assert prefill.launch(
         q,
         cache(block, size, stored or dtype),
@@ -170,6 +173,29 @@ def test_prompts(
         key_scale=scale,
         value_scale=scale,
     )
+
+
+@pytest.mark.parametrize(("stored", "processors"), [(BF16, 1), (FP8, 1), (FP8, PROCESSORS), (torch.int8, PROCESSORS)])
+def test_what_rotation_serves_is_launched(
+    compiled: list[Any], monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, processors: int
+) -> None:
+    """Rows that are few, too, over a cache of 8 bits: no kernel for few rows reads that."""
+    monkeypatch.setattr(decode, "takes_gluon", lambda device: True)
+    heads, mask_spec, scratch = paged_plan.Heads(4, 2, 64), MaskSpec(scale=0.1), paged_plan.Scratch(CPU)
+    planner = paged_plan.Planner(heads, mask_spec, BF16, CPU, scratch, processors, cache_dtype=stored)
+    rows, kv = lengths(), cache(16, 64, stored)
+    plan = planner.plan(*rows[:2], num_tokens=4, max_query_len=1, max_seq_len=256)
+    rotation, out = rotation_of(64, normed=True), torch.zeros(4, 4, 64, dtype=BF16)
+    memory, odd = torch.zeros(1 << 15, dtype=stored), [*kv.stride()]
+    odd[2] += ALIGNED // kv.element_size() // 2
+    for refused in (memory.as_strided(kv.shape, kv.stride(), 8 // kv.element_size()), memory.as_strided(kv.shape, odd)):
+        assert not rope_decode.serves(heads, mask_spec, plan, refused, rotation)
+    scaled = dataclasses.replace(rotation, key_scale=torch.ones(2), value_scale=torch.ones(2))
+    assert rope_decode.serves(heads, mask_spec, plan, kv, scaled) is (stored != BF16)
+    assert rope_decode.serves(heads, mask_spec, plan, kv, rotation)
+    projected = torch.zeros(4, 8 * 64, dtype=BF16)
+    rope_decode.fused_rope_decode(projected, rotation, kv, *rows, out, mask_spec=mask_spec, plan=plan, scratch=scratch)
+    assert compiled[-1].name == "attend_rows_copied"
 
 
 @pytest.mark.parametrize("stored", [FP8, torch.int8])

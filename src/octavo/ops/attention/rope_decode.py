@@ -23,12 +23,14 @@ from octavo.ops.rope import Rotation
 def serves(heads: Heads, mask_spec: MaskSpec, plan: Plan, kv: Tensor, rotation: Rotation) -> bool:
     """Whether the rows of a plan run here: of few queries, whose heads turn whole and are normed both or neither.
 
-    Where a row has more than one query, rows must be few, and see all before them.
+    Where a row has more than one query, rows must be few, and see all before them. Scales are those of 8 bits alone.
     """
     rows = plan.rows
     if rows is None or plan.tiles is not None or rotation.cos_sin.shape[1] != heads.size:
         return False
     if (rotation.q_norm is None) != (rotation.k_norm is None):
+        return False
+    if rotation.key_scale is not None and kv.element_size() > 1:
         return False
     if not rows.single:
         is_plain = mask_spec.causal and not mask_spec.reach and not mask_spec.soft_cap
