@@ -25,12 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "serve"))
 from server_rig import RunningServer
 
 SGLANG_SENDER = Path(__file__).with_name("sglang_sender.py")
-GREEDY = {"prompt": list(range(40)), "max_tokens": 8, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+GREEDY = {"prompt": list(range(40)), "max_tokens": 8, "temperature": 0, "logprobs": 0, "ignore_eos": True}
 
 
-def _ids(server: RunningServer) -> list[int]:
-    found: list[int] = server.post("/v1/completions", GREEDY).json()["choices"][0]["token_ids"]
-    return found
+def _answer(server: RunningServer) -> tuple[list[str], list[float]]:
+    """Tokens and log-probabilities: other weights may say the same tokens."""
+    found = server.post("/v1/completions", GREEDY).json()["choices"][0]["logprobs"]
+    return found["tokens"], found["token_logprobs"]
 
 
 def _post(server: RunningServer, path: str, **body: Any) -> dict[str, Any]:
@@ -58,18 +59,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("how", ["each", "bucket"])
 def test_rl_a4_torchs_own_group_as_sglangs_clients_make_it(own_server: RunningServer, folder: Path, how: str) -> None:
     """RL.A4: the group has a name, tensors come one by one or all of a call as one, and back again."""
-    before = _ids(own_server)
+    before = _answer(own_server)
     for path in (folder, Path(TINY)):
         command = [sys.executable, str(SGLANG_SENDER), own_server.url, str(path), how]
         done = subprocess.run(command, capture_output=True, text=True, timeout=patient(120), check=False)
         assert done.stdout == "True\n", done.stderr[-2000:] + own_server.stderr()[-2000:]
         assert own_server.get("/get_weight_version").json() == {"weight_version": f"{how}-1"}
-        assert (_ids(own_server) == before) == (path != folder)
+        assert (_answer(own_server) == before) == (path != folder)
 
 
 def test_rl_a3_tensors_one_a_call_are_one_update(own_server: RunningServer) -> None:
     """As OpenRLHF sends them: its last call says empty_cache, and until then the old weights serve."""
-    before, weights = _ids(own_server), other_weights(3)
+    before, weights = _answer(own_server), other_weights(3)
     store = TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
     place = ["127.0.0.1", store.port, 1, 2, "openrlhf", "gloo", False]
     made: list[Group] = []
@@ -88,10 +89,10 @@ def test_rl_a3_tensors_one_a_call_are_one_update(own_server: RunningServer) -> N
         _post(own_server, "/collective_rpc", method="update_weight", kwargs=told)
         send.join()
         if number == 40:
-            assert _ids(own_server) == before
-    assert _ids(own_server) != before
+            assert _answer(own_server) == before
+    assert _answer(own_server) != before
     _post(own_server, "/update_weights_from_disk", model_path=TINY)
-    assert _ids(own_server) == before
+    assert _answer(own_server) == before
     group.close()
 
 
@@ -179,10 +180,10 @@ def test_a_folder_needs_no_meeting_whatever_backend_the_server_was_told(folder: 
     config = '{"backend": "gloo", "timeout": 5}'
     with RunningServer("--dtype", "bfloat16", "--weight-transfer-config", config) as server:
         server.wait_ready()
-        before = _ids(server)
+        before = _answer(server)
         _post(server, "/update_weights_from_disk", model_path=str(folder))
-        assert _ids(server) != before
+        assert _answer(server) != before
         _post(server, "/update_weights_from_disk", model_path=TINY)
-        assert _ids(server) == before
+        assert _answer(server) == before
         figures = server.get("/metrics").body.decode()
     assert 'octavo:weights_version_info{engine="0",model_name="octavo-tiny",version=' in figures
